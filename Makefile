@@ -1,0 +1,33 @@
+# Each target sets up what it needs: Python 3.11 or newer with pip is enough.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test style check
+.DEFAULT_GOAL := test
+
+# The second line serves a Python whose venv cannot bring its own pip.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install -c constraints.txt -e '.[report,dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/draftsmith demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q tests
+
+style: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports

@@ -1,0 +1,1 @@
+"""Recipes: YAML and command line in, frozen dataclasses out."""

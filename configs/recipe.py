@@ -1,0 +1,287 @@
+"""A recipe: everything that defines one run, as frozen dataclasses.
+
+`configs.load` reads them from YAML. Options are checked where they stand, so a section made
+in Python is as safe as one read from a file; what is out of range raises `OptionError`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import require
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class TargetSection:
+    """The model that is to be served faster."""
+
+    name: str = "smollm2-135m-instruct"
+    """An embedded model, a local folder, or a Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id; null takes the default branch."""
+    dtype: Literal["auto"] | Dtype = "auto"
+    """Weights and activations; auto takes what suits the device."""
+    device: str = "auto"
+    """A torch device such as cpu or cuda:0; auto takes an accelerator if there is one."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name", self.name, "a model name, folder or Hub id")
+
+
+@dataclass(frozen=True)
+class LawSection:
+    """How the server turns logits into the distribution it samples from."""
+
+    temperature: float
+    """Divides the logits; 0 is greedy."""
+    top_k: int = 0
+    """Keeps the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        ok = 0 <= self.temperature < math.inf
+        require(ok, "temperature", self.temperature, "0 (greedy) or more")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class ServingSection:
+    """How the target will be served, which is how the drafter is evaluated."""
+
+    laws: tuple[LawSection, ...] = (LawSection(temperature=0.0), LawSection(temperature=1.0))
+    """The sampling settings to measure, each by itself."""
+
+    def __post_init__(self) -> None:
+        require(len(self.laws) > 0, "laws", [], "a list of at least one law")
+
+
+@dataclass(frozen=True)
+class DomainSection:
+    """One source of prompts, reported by its own name."""
+
+    name: str
+    """The label of these prompts in every table."""
+    source: str
+    """A packaged domain, the path of a JSONL file, or datasets:NAME[:config[:split]]."""
+    holdout: float = 0.25
+    """Share of prompts kept for evaluation, chosen by hash; 0 trains on all, 1 on none."""
+    max_rows: int | None = None
+    """Keeps at most this many prompts, chosen by hash; null keeps all."""
+    weight: float = 1.0
+    """How often training draws from this domain, relative to the others."""
+    raw: bool = False
+    """Sends the bare text, without the chat template: for completion models."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name.strip()), "name", self.name, "a label that is not empty")
+        require(bool(self.source.strip()), "source", self.source, "a domain, path or data set")
+        require(0 <= self.holdout <= 1, "holdout", self.holdout, "between 0 and 1")
+        ok = self.max_rows is None or self.max_rows > 0
+        require(ok, "max_rows", self.max_rows, "a number above 0, or null")
+        require(0 < self.weight < math.inf, "weight", self.weight, "above 0")
+
+
+PACKAGED_DOMAINS = tuple(
+    DomainSection(name=name, source=name) for name in ("chat", "code", "math", "extract")
+)
+
+
+@dataclass(frozen=True)
+class CollectSection:
+    """Running the target over the training and held-out prompts."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """The target answers each training prompt once at each of these."""
+    max_new_tokens: int = 96
+    """Longest reply, in tokens."""
+    batch_size: int = 32
+    """Prompts answered at a time."""
+    shard_size: int = 64
+    """Records in one file."""
+    distributions: Literal["hidden", "none"] = "hidden"
+    """hidden keeps the head's inputs, from which the target's distributions are rebuilt."""
+    store_dtype: Dtype = "float32"
+    """Precision of the stored states."""
+
+    def __post_init__(self) -> None:
+        require(len(self.temperatures) > 0, "temperatures", [], "a list of at least one number")
+        ok = all(0 <= t < math.inf for t in self.temperatures)
+        require(ok, "temperatures", list(self.temperatures), "numbers of 0 (greedy) or more")
+        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "above 0")
+        require(self.batch_size > 0, "batch_size", self.batch_size, "above 0")
+        require(self.shard_size > 0, "shard_size", self.shard_size, "above 0")
+
+
+@dataclass(frozen=True)
+class ObjectiveSection:
+    """What training minimises."""
+
+    name: str = "lk_hybrid"
+    """One of the objectives in train/losses.py."""
+    eta: float = 3.0
+    """Pace of the hybrid objective's change from one divergence to the other."""
+    position_decay: float = 0.8
+    """Each further unrolled step weighs this much of the one before."""
+    temperature: float = 1.0
+    """Temperature of the target's and the drafter's distributions that are compared."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name", self.name, "the name of an objective")
+        require(0 <= self.eta < math.inf, "eta", self.eta, "0 or more")
+        ok = 0 < self.position_decay <= 1
+        require(ok, "position_decay", self.position_decay, "above 0 and at most 1")
+        require(0 < self.temperature < math.inf, "temperature", self.temperature, "above 0")
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """Optimising the drafter on the records."""
+
+    steps: int | None = None
+    """Optimiser steps; null derives them from epochs."""
+    epochs: float = 3.0
+    """Passes over the training records; unused where steps is set."""
+    tokens_per_batch: int = 256
+    """Supervised tokens of one batch on one device."""
+    accumulation: int = 1
+    """Batches of one optimiser step."""
+    unroll: int = 3
+    """Steps the drafter runs on its own states in training, as it will when it drafts."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    warmup_steps: int = 20
+    """Optimiser steps in which the learning rate rises from 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    final_lr_fraction: float = 0.1
+    """Where the schedule ends, as a fraction of lr."""
+    weight_decay: float = 0.0
+    """AdamW's decay, on matrices only."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """auto takes bf16 where the device is fast at it."""
+    save_every: int = 200
+    """Optimiser steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints kept, besides the last and the best."""
+    eval_every: int = 100
+    """Optimiser steps between evaluations on held-out records."""
+    eval_conversations: int = 32
+    """Held-out records of such an evaluation."""
+    log_every: int = 10
+    """Optimiser steps between log lines."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Tracking with Weights & Biases."""
+    wandb_project: str = "draftsmith"
+    """The project that runs are filed under."""
+
+    def __post_init__(self) -> None:
+        require(self.steps is None or self.steps > 0, "steps", self.steps, "above 0, or null")
+        require(0 < self.epochs < math.inf, "epochs", self.epochs, "above 0")
+        for option in ("tokens_per_batch", "accumulation", "unroll", "save_every", "keep"):
+            require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
+        for option in ("eval_every", "eval_conversations", "log_every"):
+            require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
+        require(0 < self.lr < math.inf, "lr", self.lr, "above 0")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
+        ok = 0 <= self.final_lr_fraction <= 1
+        require(ok, "final_lr_fraction", self.final_lr_fraction, "between 0 and 1")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
+        require(0 < self.clip < math.inf, "clip", self.clip, "above 0")
+        ok = all(0 <= beta < 1 for beta in self.betas)
+        require(ok, "betas", list(self.betas), "two numbers from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Measuring the drafter on the held-out prompts."""
+
+    num_draft_tokens: int = 2
+    """Tokens drafted in a round."""
+    sweep: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Draft lengths compared with each other."""
+    verifier: Literal["token"] = "token"
+    """The acceptance rule; token accepts each drafted token by itself."""
+    timed_lengths: tuple[int, ...] = ()
+    """Further draft lengths of the sweep that are timed, not only predicted."""
+    decode_batch: int = 16
+    """Conversations decoded at a time where acceptance is counted."""
+    timing_prompts: int = 6
+    """Prompts of each domain that are timed, one at a time; 0 skips timing."""
+    timing_tokens: int = 64
+    """Tokens of each timed reply."""
+    bootstrap: int = 2000
+    """Resamples of the conversations behind each interval."""
+    near_tie_margin: float = 1e-4
+    """A greedy reply may differ only where the two best logits are this close."""
+    calibration_prompts: int = 4
+    """Prompts on which the cost of draft and target passes is measured."""
+
+    def __post_init__(self) -> None:
+        ok = self.num_draft_tokens >= 1
+        require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
+        ok = all(length >= 1 for length in self.sweep)
+        require(ok, "sweep", list(self.sweep), "a list of draft lengths of 1 or more")
+        for option in ("decode_batch", "timing_tokens", "bootstrap"):
+            require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
+        require(self.timing_prompts >= 0, "timing_prompts", self.timing_prompts, "0 or more")
+        ok = set(self.timed_lengths) <= set(self.sweep)
+        require(ok, "timed_lengths", list(self.timed_lengths), "lengths that are in the sweep")
+        ok = self.calibration_prompts > 0
+        require(ok, "calibration_prompts", self.calibration_prompts, "above 0")
+        ok = 0 <= self.near_tie_margin < math.inf
+        require(ok, "near_tie_margin", self.near_tie_margin, "0 or more")
+
+
+@dataclass(frozen=True)
+class PublishSection:
+    """Writing the folder that an inference engine loads."""
+
+    dtype: Dtype = "float32"
+    """Precision of the written weights."""
+    licence: str = "apache-2.0"
+    """The licence named on the model card, as the Hub spells it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One whole run, from prompts to a published folder."""
+
+    name: str
+    """Names the run and its folder."""
+    seed: int = 0
+    """Every random choice of the run follows from it."""
+    target: TargetSection = TargetSection()
+    """The model to be served faster."""
+    serving: ServingSection = ServingSection()
+    """How it will be served."""
+    domains: tuple[DomainSection, ...] = PACKAGED_DOMAINS
+    """Where prompts come from."""
+    collect: CollectSection = CollectSection()
+    """Running the target."""
+    drafter: dict[str, Any] = field(default_factory=lambda: {"family": "eagle3"})
+    """The family and its own options, which drafters/registry.py reads."""
+    objective: ObjectiveSection = ObjectiveSection()
+    """What training minimises."""
+    train: TrainSection = TrainSection()
+    """Optimisation."""
+    eval: EvalSection = EvalSection()
+    """Measurement."""
+    publish: PublishSection = PublishSection()
+    """What is written for the engine."""
+
+    def __post_init__(self) -> None:
+        ok = bool(self.name) and not set(self.name) & set("/\\") and self.name not in (".", "..")
+        require(ok, "name", self.name, "a name without slashes")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number of 0 or more")
+        require(len(self.domains) > 0, "domains", [], "a list of at least one domain")
+        family = self.drafter.get("family")
+        ok = isinstance(family, str) and bool(family)
+        require(ok, "drafter", self.drafter, "a mapping that names its family")

@@ -1,0 +1,1 @@
+"""From prompts to target records: what the target model said, kept per token."""

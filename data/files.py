@@ -1,0 +1,58 @@
+"""Where kept files live, and writing them so that a half-written one is never taken for whole."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for draftsmith: `DRAFTSMITH_CACHE`, else the platform's usual one."""
+    named = os.environ.get("DRAFTSMITH_CACHE")
+    if named:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "draftsmith"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it becomes `path` only if the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with part.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; it becomes `path` only if the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            os.replace(path, old)
+            os.replace(part, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, readable and with a stable key order of its own making."""
+    with whole_file(path) as part:
+        part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,304 @@
+"""Load a target model, run it over ragged batches, tap hidden states, turn states into logits."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..configs.errors import UserError
+from ..configs.recipe import TargetSection
+from . import embedded
+from .cache import SlabCache
+from .chat import template_hash, tokenizer_hash
+from .linear import speed_up_few_rows
+
+_PROBE_TOKENS = 8
+_PROBE_TOLERANCE = 1e-3  # of the largest logit, in float32
+_PROBE_ROUNDINGS = 8  # in low precision: so many units of the dtype's own rounding
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one pass over n new tokens a row gives.
+
+    hidden: `[B, n, h]` the head's inputs (after the final norm); taps: `[B, n, L*h]` outputs of the
+    tapped layers, concatenated in the order asked for (`[B, n, 0]` without taps).
+    """
+
+    hidden: Tensor
+    taps: Tensor
+
+
+@dataclass(eq=False)
+class Target:
+    """A frozen causal language model with its tokenizer, as the rest of draftsmith sees it.
+
+    Layer ids of taps are 0-based *outputs* of decoder layers: tap i is what layer i returns.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    provenance: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    """Ids that exist: rows of the head, less the padding rows past the tokenizer."""
+    body: nn.Module = field(init=False)
+    head: nn.Module = field(init=False)
+    layers: nn.ModuleList = field(init=False)
+    _captured: dict[int, Tensor] = field(default_factory=dict)
+    _hooked: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.body = self.model.get_decoder()
+        head = self.model.get_output_embeddings()
+        if head is None or self.body is self.model:
+            raise UserError(
+                f"target '{self.provenance['name']}' ({self.model.config.model_type}) has no "
+                "separate language-model head; draftsmith needs a decoder-only causal LM"
+            )
+        self.head = head
+        self.layers = _decoder_layers(self.body, self.num_layers)
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        value = getattr(self.text_config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    def new_cache(self, rows: int, capacity: int) -> SlabCache:
+        return SlabCache(self.model.config, rows, capacity, self.device)
+
+    def forward(self, ids: Tensor, cache: SlabCache, taps: tuple[int, ...] = ()) -> Forward:
+        """Run ids `[B, n]` behind what `cache` keeps; the caller then calls `cache.advance`."""
+        self._hook(taps)
+        cache.begin(ids.shape[1])
+        out = self.body(
+            input_ids=ids,
+            attention_mask=cache.mask(self._mask_dtype()),
+            position_ids=cache.position_ids(),
+            cache=cache,
+            use_cache=True,
+        )
+        states = [self._captured[i] for i in taps]
+        hidden = out.last_hidden_state
+        return Forward(hidden, torch.cat(states, -1) if states else hidden[..., :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Full-vocabulary logits of head inputs: `[..., h] -> [..., vocab_size]`, float32."""
+        return self.finish_logits(self.head(hidden).float())[..., : self.vocab_size]
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        return finish_logits(self.text_config, logits)
+
+    def _mask_dtype(self) -> torch.dtype | None:
+        eager = self.model.config._attn_implementation == "eager"
+        return self.dtype if eager else None
+
+    def _hook(self, taps: tuple[int, ...]) -> None:
+        for i in taps:
+            if i in self._hooked:
+                continue
+            self.layers[i].register_forward_hook(_store_output(self._captured, i))
+            self._hooked.add(i)
+
+
+def finish_logits(config: Any, logits: Tensor) -> Tensor:
+    """What some families do to the head's output: soft-capping (Gemma), scaling (Cohere...)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    scale = getattr(config, "logit_scale", None)
+    if scale is not None:
+        logits = logits * scale
+    divisor = getattr(config, "logits_scaling", None)
+    return logits / divisor if divisor is not None else logits
+
+
+def _store_output(captured: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        captured[layer] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
+    for module in body.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(f"found no list of {count} decoder layers in {type(body).__name__}")
+
+
+def load_target(section: TargetSection, few_rows: bool = True) -> Target:
+    """Load the embedded default, a local folder or a Hub id; frozen, in evaluation mode.
+
+    Raises `UserError` for a model that cannot be found, is no causal LM, or whose logits cannot be
+    rebuilt from its final hidden states (checked on a short probe).
+    """
+    place, provenance = _locate(section)
+    model, tokenizer = _load(place, section)
+    model.requires_grad_(False)
+    model.eval()
+    rows = int(model.get_output_embeddings().weight.shape[0])
+    target = Target(
+        model=model,
+        tokenizer=tokenizer,
+        provenance=provenance,
+        eos_ids=_eos_ids(model, tokenizer),
+        vocab_size=min(rows, len(tokenizer)),
+    )
+    _describe(target)
+    _check_rebuild(target)
+    if few_rows:
+        speed_up_few_rows(model)
+    return target
+
+
+def _locate(section: TargetSection) -> tuple[str, dict[str, Any]]:
+    if section.name == embedded.NAME:
+        folder = embedded.embedded_folder()
+        known = json.loads((folder / embedded._PROVENANCE).read_text(encoding="utf-8"))
+        return str(folder), {**known, "source": "embedded"}
+    local = Path(section.name).expanduser().is_dir()
+    kept = Path(section.name).expanduser() / embedded._PROVENANCE
+    known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    return section.name, {
+        "name": Path(section.name).name if local else section.name,
+        "base_model": known.get("base_model", "" if local else section.name),
+        "revision": known.get("revision", section.revision),
+        "quantisation": known.get("quantisation"),
+        "license": known.get("license"),
+        "source": "local folder" if local else "hub",
+    }
+
+
+def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    place = str(Path(place).expanduser()) if Path(place).expanduser().is_dir() else place
+    options = {} if Path(place).is_dir() else {"revision": section.revision}
+    device = pick_device(section.device)
+    try:
+        config = AutoConfig.from_pretrained(place, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place,
+            config=config,
+            dtype=pick_dtype(section.dtype, device, config),
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load target '{section.name}': {reason}; target.name takes "
+            f"'{embedded.NAME}' (needs no network), a local model folder, or a Hub id that is "
+            "reachable or already in the Hub cache"
+        ) from error
+    if info["missing_keys"]:  # transformers would go on with random values
+        raise UserError(
+            f"target '{section.name}' lacks the weights {sorted(info['missing_keys'])[:3]} (of "
+            f"{len(info['missing_keys'])}); take a complete model folder"
+        )
+    return model.to(device), tokenizer
+
+
+def pick_device(name: str) -> torch.device:
+    """'auto' → CUDA where there is one, else CPU. Raises `UserError` for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.device '{name}' cannot be used ({reason}); auto takes what is there"
+        ) from error
+
+
+def pick_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
+    """'auto' → the checkpoint's own dtype on an accelerator, float32 on a CPU."""
+    if name != "auto":
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UserError(f"unknown dtype '{name}' (known: auto, float32, bfloat16, float16)")
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    for found in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()
+
+
+def _describe(target: Target) -> None:
+    config = target.model.config
+    digest = hashlib.sha256()
+    for name, tensor in sorted(target.model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().flatten()
+        step = max(
+            1, flat.numel() // 1024
+        )  # a sample: full hashing of a large target takes minutes
+        digest.update(flat[::step].float().cpu().numpy().tobytes())
+    target.provenance |= {
+        "model_type": config.model_type,
+        "parameters": sum(p.numel() for p in target.model.parameters()),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "weights": digest.hexdigest()[:16],
+        "tokenizer": tokenizer_hash(target.tokenizer),
+        "template": template_hash(target.tokenizer),
+        "vocab_size": target.vocab_size,
+    }
+
+
+@torch.no_grad()
+def _check_rebuild(target: Target) -> None:
+    """Refuse a family whose logits are not head(final state), see field report B037."""
+    ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] % target.vocab_size
+    theirs = target.model(input_ids=ids, use_cache=False).logits.float()
+    cache = target.new_cache(1, _PROBE_TOKENS)
+    ours = target.logits(target.forward(ids, cache).hidden)
+    worst = (theirs[..., : target.vocab_size] - ours).abs().max().item()
+    allowed = max(_PROBE_TOLERANCE, _PROBE_ROUNDINGS * torch.finfo(target.dtype).eps)
+    if not worst < allowed * max(1.0, theirs.abs().max().item()):
+        raise UserError(
+            f"target '{target.provenance['name']}' ({target.model.config.model_type}): its logits "
+            f"cannot be rebuilt from its final hidden state (they differ by {worst:.3g}); this "
+            "family is not supported"
+        )

@@ -1,0 +1,1 @@
+"""Draft model families behind one contract, their registry and checkpoints."""

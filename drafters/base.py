@@ -1,0 +1,118 @@
+"""The contract every drafter family keeps: one train-time forward, one decode-time protocol.
+
+Both are stated for ragged batches. Positions count from 0 in prompt plus reply; *reply token r* of a
+conversation is its token `prompt_len + r`. Reply token 0 comes from prefill and is never drafted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Draw = Callable[[Tensor, int], Tensor]
+"""`draw(logits [B, V_d], k) -> ids [B]`: the decode loop samples draft token k and returns it."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """B conversations, right-padded to T tokens, with R reply tokens in all.
+
+    ids: `[B, T]`; lengths, prompt_lens: `[B]`; taps: `[B, T-1, L*h]` (last dimension 0 for families
+    that read none); hidden: `[R, h]` and log_z: `[R]` of all reply tokens, row after row; domain:
+    `[R]` index of the domain of each; first: `[B]` where a row's reply begins in those R.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    prompt_lens: Tensor
+    taps: Tensor
+    hidden: Tensor
+    log_z: Tensor
+    domain: Tensor
+    first: Tensor
+
+    @property
+    def reply_lens(self) -> Tensor:
+        return self.lengths - self.prompt_lens
+
+    @property
+    def supervised(self) -> int:
+        """Reply tokens a drafter can ever propose: all but the first of each reply."""
+        return int((self.reply_lens - 1).sum())
+
+    def to(self, device: torch.device) -> "TrainBatch":
+        return TrainBatch(**{name: t.to(device) for name, t in self.__dict__.items()})
+
+
+@dataclass(frozen=True)
+class Step:
+    """Predictions of unrolled step k: q_k of the reply tokens whose round began k tokens earlier.
+
+    hidden: `[N, h_d]` inputs of `Drafter.head`; token: `[N]` which of the batch's R reply tokens
+    each predicts, ascending.
+    """
+
+    hidden: Tensor
+    token: Tensor
+
+
+class DraftState(Protocol):
+    """What a drafter remembers of a batch while decoding."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+
+
+class Drafter(Protocol):
+    """A draft model. Families are `nn.Module`s that have these members."""
+
+    family: str
+    taps: tuple[int, ...]
+    """Target layers (0-based outputs) whose states it reads; empty for a standalone LM."""
+    one_pass: bool
+    """True if q of a token does not depend on where the round began (a draft LM)."""
+    draft_ids: Tensor | None
+    """Target ids of a reduced draft vocabulary `[V_d]`, ascending; None for the full one."""
+
+    def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
+        """Step k of the result predicts reply tokens r ≥ 1 + k. One step for `one_pass` families."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Draft logits `[N, h_d] -> [N, V_d]`."""
+
+    def start(self, rows: int, capacity: int) -> Any:
+        """An empty `DraftState` for `rows` sequences of at most `capacity` tokens."""
+
+    def prefill(self, state: Any, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
+        """Take in prompts `[B, n]` (right-padded) and the target's taps `[B, n, L*h]` on them."""
+
+    def commit(self, state: Any, tokens: Tensor, counts: Sequence[int], taps: Tensor) -> None:
+        """Take in what a round emitted: the first `counts[b]` of `tokens [B, m]`.
+
+        `taps [B, m, L*h]` are the target's at the positions *before* each token, that is where the
+        token was decided. Whatever was drafted beyond is forgotten.
+        """
+
+    def propose(self, state: Any, count: int, draw: Draw) -> Tensor:
+        """Draft `count` tokens, `[B, count]`, each chosen by `draw`."""
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters that training changes."""
+
+
+def reply_index(batch: TrainBatch, position: Tensor) -> Tensor:
+    """Reply index r of absolute token positions `[B, W]` or `[W]`, negative in the prompt."""
+    return position - batch.prompt_lens[:, None]
+
+
+def supervised_at(batch: TrainBatch, position: Tensor, step: int) -> Tensor:
+    """Which absolute token positions `[W]` step k may be scored on: bool `[B, W]`."""
+    r = reply_index(batch, position)  # [B, W]
+    return (r >= 1 + step) & (r < batch.reply_lens[:, None])
+
+
+def token_index(batch: TrainBatch, position: Tensor) -> Tensor:
+    """Index among the batch's R reply tokens of absolute positions `[W]`: `[B, W]`."""
+    return batch.first[:, None] + reply_index(batch, position)

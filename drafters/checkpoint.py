@@ -1,0 +1,116 @@
+"""Save and load drafters. A saved drafter *is* its engine layout, plus one file of our own.
+
+`draftsmith.json` names the family, the target it was trained for (tokenizer hash included) and, for a
+standalone LM with a reduced vocabulary, its ids. Everything else is what engines read.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configs.errors import UserError, did_you_mean
+from ..data.chat import same_tokens
+from ..data.files import whole_folder
+from ..data.target import Target
+from .base import Drafter
+from .causal import CausalDrafter
+from .eagle3 import Eagle3Drafter
+from .formats import eagle3_flat, hf_causal
+from .formats.tensors import FILE
+from .registry import FAMILIES
+
+OWN = "draftsmith.json"
+FORMAT = 1
+LAYOUTS = {"eagle3": "eagle3", "causal": "transformers"}
+
+
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    target: Target,
+    trained: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a drafter with its tokenizer into `folder`, whole or not at all."""
+    with whole_folder(folder) as part:
+        if isinstance(drafter, Eagle3Drafter):
+            eagle3_flat.write(drafter, part, dtype)
+        else:
+            assert isinstance(drafter, CausalDrafter)
+            hf_causal.write(drafter, part, dtype)
+        _save_tokenizer(target, part)
+        own = {
+            "format": FORMAT,
+            "family": drafter.family,
+            "layout": LAYOUTS[drafter.family],
+            "target": dict(target.provenance),
+            "trained": dict(trained),
+            "draft_ids": None,
+        }
+        if isinstance(drafter, CausalDrafter) and drafter.draft_ids is not None:
+            own["draft_ids"] = drafter.draft_ids.tolist()
+        (part / OWN).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def _save_tokenizer(target: Target, folder: Path) -> None:
+    target.tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":  # unknown before transformers 5
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_own(folder: Path) -> dict[str, Any]:
+    """The folder's `draftsmith.json`."""
+    path = folder / OWN
+    if not path.exists():
+        raise UserError(f"{folder} is no drafter folder (no {OWN})")
+    own = json.loads(path.read_text(encoding="utf-8"))
+    if own.get("format") != FORMAT:
+        raise UserError(f"{path} has format {own.get('format')}; this version reads {FORMAT}")
+    if own["family"] not in FAMILIES:
+        raise UserError(
+            f"{path}: unknown family '{own['family']}'{did_you_mean(own['family'], FAMILIES)}"
+        )
+    return dict(own)
+
+
+def load_drafter(folder: Path, target: Target) -> Drafter:
+    """Load a drafter for `target`, on its device.
+
+    Raises `UserError` if the folder is incomplete or was trained for another tokenizer.
+    """
+    own = read_own(folder)
+    _check_tokens(folder, own, target)
+    if own["family"] == "eagle3":
+        embedding = target.model.get_input_embeddings().weight
+        drafter: Drafter = eagle3_flat.read(folder, embedding.cpu())
+    else:
+        ids = own["draft_ids"]
+        drafter = hf_causal.read(folder, None if ids is None else torch.tensor(ids))
+    assert isinstance(drafter, torch.nn.Module)
+    return drafter.to(target.device).eval()
+
+
+def _check_tokens(folder: Path, own: Mapping[str, Any], target: Target) -> None:
+    if own["target"]["tokenizer"] == target.provenance["tokenizer"]:
+        return
+    from transformers import AutoTokenizer
+
+    difference = same_tokens(AutoTokenizer.from_pretrained(folder), target.tokenizer)
+    if difference is not None:
+        raise UserError(
+            f"{folder} was trained for another tokenizer than that of "
+            f"'{target.provenance['name']}': {difference}"
+        )
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 of the folder's weights."""
+    return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()

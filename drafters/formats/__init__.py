@@ -1,0 +1,1 @@
+"""Checkpoint layouts of serving engines, written and read."""

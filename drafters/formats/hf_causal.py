@@ -1,0 +1,56 @@
+"""A standalone draft LM as an ordinary Hugging Face folder."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from ...configs.errors import UserError
+from ..causal import CausalDrafter
+from .config import old_rope
+
+
+def write(drafter: CausalDrafter, folder: Path, dtype: torch.dtype) -> None:
+    """Write config, weights and a clean generation config into an existing folder."""
+    model = copy.deepcopy(drafter.model).to(dtype)  # saving must not round the live weights
+    # Sampling settings copied from a target can make save_pretrained raise before any weights
+    # are written; a drafter needs none of them.
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    _spell_old_names(folder / "config.json")
+
+
+def _spell_old_names(path: Path) -> None:
+    """Add the pre-5 names of RoPE and dtype, which older readers need (field report B127)."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        config |= old_rope(rope)
+    if "dtype" in config:
+        config.setdefault("torch_dtype", config["dtype"])
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read(folder: Path, draft_ids: torch.Tensor | None = None) -> CausalDrafter:
+    """Load a causal LM folder; raises `UserError` naming any tensor that does not fit."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load draft LM {folder}: {reason}") from error
+    faults = [f"'{name}' is missing" for name in sorted(info["missing_keys"])]
+    faults += [f"'{name}' is unexpected" for name in sorted(info["unexpected_keys"])]
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        faults.append(f"'{name}' is {list(found)}, must be {list(expected)}")
+    if faults:
+        raise UserError(f"{folder}: tensor {'; '.join(faults)}")
+    return CausalDrafter(model, draft_ids)

@@ -1,0 +1,1 @@
+"""Acceptance rules, decoding loops, estimates, checks of losslessness and reports."""

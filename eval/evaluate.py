@@ -1,0 +1,371 @@
+"""The evaluation: estimates, decoded acceptance, losslessness and speed, one report.
+
+Work that takes long is kept part by part in the run's folder and not repeated after a kill.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from ..configs.errors import UserError
+from ..configs.load import recipe_hash
+from ..configs.recipe import Recipe
+from ..data.collect import held_out, law_of
+from ..data.files import write_json
+from ..data.gather import Request
+from ..data.records import Record
+from ..data.store import RecordStore
+from ..data.target import Target
+from ..data.warp import Law
+from ..drafters.base import Drafter
+from ..drafters.checkpoint import weights_hash
+from ..train.batches import records_with_states
+from .decode import DecodeSettings, Output, decode
+from .estimate import Conversation, captured_mass, estimate, overlap_interval, score
+from .intervals import ratio_interval
+from .lossless import greedy_equality
+from .speed import Cost, Timing, calibrate, generate_ratio, measure_rows, time_cell
+
+_VERSIONS = ("torch", "transformers", "accelerate", "datasets", "peft")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One domain under one law, with its held-out records."""
+
+    domain: str
+    law: Law
+    records: list[Record]
+
+    @property
+    def name(self) -> str:
+        return f"{self.domain} {self.law.label}"
+
+
+def evaluate(
+    recipe: Recipe,
+    target: Target,
+    drafter: Drafter,
+    drafter_folder: Path,
+    store: RecordStore,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """Run the recipe's evaluation on `store`'s held-out records; returns the report."""
+    records = records_with_states(store, target, drafter.taps, "heldout")
+    cells = _cells(recipe, records)
+    limit = int(store.settings["max_new_tokens"])
+    run = _Run(recipe, target, drafter, folder, console, limit)
+    lengths = sorted({*recipe.eval.sweep, recipe.eval.num_draft_tokens})
+    scores = {c.name: run.scores(c, max(lengths)) for c in cells}
+    outputs = run.outputs(cells)
+    costs, timings, ratio = run.speed(cells, _calibration(recipe, store, cells), lengths)
+    rows = []
+    sweep = []
+    for cell in cells:
+        cost, timing = costs.get(cell.law.label), timings.get(cell.name)
+        rows.append(_cell_row(recipe, cell, scores[cell.name], outputs, cost, timing))
+        if cost is not None and timing is not None:
+            sweep.append(_sweep_row(recipe, cell, scores[cell.name], cost, timing, lengths))
+    return {
+        "format": 1,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "provenance": _provenance(recipe, target, drafter, drafter_folder, store),
+        "settings": {
+            "num_draft_tokens": recipe.eval.num_draft_tokens,
+            "verifier": recipe.eval.verifier,
+            "draft_sampling": "warped by the serving law, like the target; argmax at T=0",
+            "max_new_tokens": limit,
+            "timing_prompts": recipe.eval.timing_prompts,
+            "timing_tokens": recipe.eval.timing_tokens,
+        },
+        "cells": rows,
+        "sweep": sweep,
+        "cost": _cost_rows(costs, ratio),
+        "lossless": _lossless(recipe, target, cells, outputs),
+        "alarms": [],
+        "stages": [],
+    }
+
+
+def _cells(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
+    domains = list(dict.fromkeys(r.domain for r in records if r.split == "heldout"))
+    laws = [law_of(section) for section in recipe.serving.laws]
+    cells = [Cell(d, law, held_out(records, law, d)) for d in sorted(domains) for law in laws]
+    found = [c for c in cells if any(len(r.reply) > 1 for r in c.records)]
+    if not found:
+        raise UserError(
+            "no held-out record was answered under a served law "
+            f"({', '.join(law.label for law in laws)}); raise domains.*.holdout or collect again"
+        )
+    return found
+
+
+def _calibration(recipe: Recipe, store: RecordStore, cells: Sequence[Cell]) -> list[Request]:
+    """Prompts to measure costs on: training ones, or held-out ones that are not timed."""
+    timed = {r.prompt_id for c in cells for r in _timed(c, recipe.eval.timing_prompts)}
+    measured = [r for c in cells for r in c.records]
+    pool = list(store.records("train")) or [r for r in measured if r.prompt_id not in timed]
+    chosen: dict[str, Record] = {}
+    for record in sorted(pool or measured, key=lambda r: r.key):
+        chosen.setdefault(record.prompt_id, record)
+    return [_request(r) for r in list(chosen.values())[: recipe.eval.calibration_prompts]]
+
+
+def _request(record: Record) -> Request:
+    ids = tuple(record.ids[: record.prompt_len].tolist())
+    return Request(record.prompt_id, record.domain, record.split, ids, record.law, record.seed)
+
+
+class _Run:
+    """Runs or recalls the parts of one evaluation, each a JSON file in its folder."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        drafter: Drafter,
+        folder: Path,
+        console: Console,
+        limit: int,
+    ):
+        self.recipe, self.target, self.drafter = recipe, target, drafter
+        self.folder, self.console, self.limit = folder, console, limit
+
+    def _part(self, name: str, make: Callable[[], Any]) -> Any:
+        path = self.folder / "parts" / f"{name.replace('/', '_')}.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        made = make()
+        write_json(path, made)
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def scores(self, cell: Cell, steps: int) -> list[Conversation]:
+        self.console.print(f"estimate  {cell.name}")
+        return score(self.target, self.drafter, cell.records, cell.law, steps, self.limit)
+
+    def outputs(self, cells: Sequence[Cell]) -> dict[str, Output]:
+        """Speculative outputs of all held-out requests by record key, decoded in batches."""
+        found: dict[str, Output] = {}
+        size = self.recipe.eval.decode_batch
+        for law in dict.fromkeys(c.law for c in cells):
+            records = [r for c in cells if c.law == law for r in c.records]
+            records.sort(key=lambda r: (len(r.ids), r.key))
+            for start in range(0, len(records), size):
+                part = records[start : start + size]
+                self.console.print(f"decode    {law.label}: {start} of {len(records)} prompts")
+                name = f"decode-{law.label}-{start:04d}"
+                rows = self._part(name, lambda part=part: self._decode(part))
+                found |= {key: Output(**fields) for key, fields in rows.items()}
+        return found
+
+    def _decode(self, records: Sequence[Record]) -> dict[str, Any]:
+        section = self.recipe.eval
+        settings = DecodeSettings(self.limit, section.num_draft_tokens, section.verifier)
+        outputs = decode(self.target, [_request(r) for r in records], settings, self.drafter)
+        return {r.key: o.__dict__ for r, o in zip(records, outputs, strict=True)}
+
+    def speed(
+        self, cells: Sequence[Cell], calibration: Sequence[Request], lengths: Sequence[int]
+    ) -> tuple[dict[str, Cost], dict[str, Timing], dict[str, Any] | None]:
+        """Costs per law, timings per cell, our plain loop against `generate`."""
+        section = self.recipe.eval
+        if section.timing_prompts == 0:
+            return {}, {}, None
+        self.console.print("calibrate costs")
+        context = len(calibration[0].ids) + section.timing_tokens // 2
+        rows = measure_rows(self.target, context, range(1, max(lengths) + 2))
+        costs = {
+            law.label: calibrate(
+                self.target, self.drafter, calibration, law, section.timing_tokens // 2, rows,
+                section.num_draft_tokens, section.verifier,
+            )
+            for law in dict.fromkeys(c.law for c in cells)
+        }  # fmt: skip
+        ratio = generate_ratio(self.target, calibration, section.timing_tokens)
+        timings = {}
+        for cell in cells:
+            self.console.print(f"time      {cell.name}")
+            requests = [_request(r) for r in _timed(cell, section.timing_prompts)]
+            timings[cell.name] = time_cell(
+                self.target, self.drafter, requests, section.timing_tokens,
+                (section.num_draft_tokens, *section.timed_lengths), section.verifier,
+            )  # fmt: skip
+        return costs, timings, {**ratio.to_dict(), "context": context}
+
+
+def _timed(cell: Cell, count: int) -> list[Record]:
+    """The prompts to time: those with the longest replies, so that every one has enough tokens."""
+    return sorted(cell.records, key=lambda r: (-len(r.reply), r.key))[:count]
+
+
+def _cell_row(
+    recipe: Recipe,
+    cell: Cell,
+    scores: Sequence[Conversation],
+    outputs: dict[str, Output],
+    cost: Cost | None,
+    timing: Timing | None,
+) -> dict[str, Any]:
+    section = recipe.eval
+    gamma = section.num_draft_tokens
+    decoded = [outputs[r.key] for r in cell.records if r.key in outputs]
+    expected = estimate(scores, cell.law, gamma, section.bootstrap)
+    produced = np.array([len(o.ids) - 1.0 for o in decoded])
+    rounds = np.array([float(len(o.rounds)) for o in decoded])
+    every = [r for o in decoded for r in o.rounds]
+    drafted, accepted = sum(d for d, _ in every), sum(a for _, a in every)
+    speed = None
+    if cost is not None and timing is not None:
+        speed = {
+            "prompts": timing.prompts,
+            "plain_tokens_per_s": timing.plain_tokens_per_s,
+            "speculative_tokens_per_s": timing.fast_tokens_per_s[gamma],
+            "speedup": timing.speedup[gamma].to_dict(),
+            "predicted": cost.speedup(expected.survival),
+        }
+    return {
+        "domain": cell.domain,
+        "law": cell.law.label,
+        "prompts": len(decoded),
+        "tokens": int(produced.sum()),
+        "overlap": overlap_interval(scores, section.bootstrap).to_dict(),
+        "captured_mass": captured_mass(scores),
+        "acceptance_by_position": [_position(every, k) for k in range(1, gamma + 1)],
+        "survival_estimated": list(expected.survival),
+        "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap).to_dict(),
+        "tokens_per_round_estimated": expected.tokens_per_round.to_dict(),
+        "mean_accepted": accepted / max(1, len(every)),
+        "draft_acceptance_rate": accepted / max(1, drafted),
+        "rounds": len(every),
+        "undrafted_rounds": sum(d == 0 for d, _ in every),
+        "speed": speed,
+    }
+
+
+def _position(rounds: Sequence[tuple[int, int]], k: int) -> dict[str, Any]:
+    """Position k: rounds that drafted it, that accepted it, and given acceptance before it."""
+    attempts = sum(d >= k for d, _ in rounds)
+    before = sum(d >= k and a >= k - 1 for d, a in rounds)
+    accepted = sum(a >= k for _, a in rounds)
+    return {
+        "position": k,
+        "attempts": attempts,
+        "accepted": accepted,
+        "conditional": accepted / max(1, before),
+        "survival": accepted / max(1, attempts),
+    }
+
+
+def _sweep_row(
+    recipe: Recipe,
+    cell: Cell,
+    scores: Sequence[Conversation],
+    cost: Cost,
+    timing: Timing,
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    survivals = [estimate(scores, cell.law, g, 2).survival for g in lengths]
+    return {
+        "domain": cell.domain,
+        "law": cell.law.label,
+        "num_draft_tokens": list(lengths),
+        "predicted": [cost.speedup(s) for s in survivals],
+        "measured": [
+            {"num_draft_tokens": g, **interval.to_dict()}
+            for g, interval in sorted(timing.speedup.items())
+        ],
+    }
+
+
+def _cost_rows(costs: dict[str, Cost], ratio: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not costs or ratio is None:
+        return None
+    first = next(iter(costs.values()))
+    return {
+        "plain_seconds_per_token": first.seconds * (1 + first.o_plain),
+        "rows": sorted(first.v),
+        "v": [first.v[n] for n in sorted(first.v)],
+        "by_law": {
+            label: {"o": c.o, "o_plain": c.o_plain, "c": c.c, "c_first": c.c_first}
+            for label, c in costs.items()
+        },
+        "context": ratio["context"],
+        "generate_ratio": {k: ratio[k] for k in ("value", "low", "high")},
+    }
+
+
+def _lossless(
+    recipe: Recipe, target: Target, cells: Sequence[Cell], outputs: dict[str, Output]
+) -> dict[str, Any]:
+    """Greedy outputs against the target's own, collected without any draft."""
+    records = [r for c in cells if c.law.temperature == 0 for r in c.records if r.key in outputs]
+    theirs = {r.prompt_id: r.reply.tolist() for r in records}
+    ours = {r.prompt_id: outputs[r.key].ids for r in records}
+    margins = {
+        r.prompt_id: _margins(target, r)
+        for r in records
+        if ours[r.prompt_id] != theirs[r.prompt_id]
+    }
+    return greedy_equality(ours, theirs, margins, recipe.eval.near_tie_margin)
+
+
+@torch.inference_mode()
+def _margins(target: Target, record: Record) -> list[float]:
+    """The target's top-2 logit margin at every reply position."""
+    assert record.states is not None
+    top = target.logits(record.states.hidden.to(target.device)).topk(2).values  # [R, 2]
+    return (top[:, 0] - top[:, 1]).tolist()
+
+
+def _provenance(
+    recipe: Recipe, target: Target, drafter: Drafter, folder: Path, store: RecordStore
+) -> dict[str, Any]:
+    assert isinstance(drafter, torch.nn.Module)
+    ids = drafter.draft_ids
+    return {
+        "draftsmith": _version("draftsmith"),
+        "recipe": recipe.name,
+        "recipe_hash": recipe_hash(recipe),
+        "target": dict(target.provenance),
+        "drafter": {
+            "family": drafter.family,
+            "parameters": sum(p.numel() for p in drafter.trainable()),
+            "draft_vocab_size": target.vocab_size if ids is None else len(ids),
+            "weights_sha256": weights_hash(folder),
+            "config": {"taps": list(drafter.taps)},
+        },
+        "versions": {name: _version(name) for name in _VERSIONS},
+        "machine": {
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+            "device": str(target.device),
+        },
+        "prompts_sha256": store.settings["prompts"],
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"{platform.machine()}, {os.cpu_count()} cores"

@@ -1,0 +1,399 @@
+"""A measured report: written to report.json and report.html, read back, printed, doubted.
+
+Every table keeps one row per domain and law. Nothing is averaged over domains or laws: a mean
+would hide the domain on which the draft does not pay.
+"""
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich import table as rich_table
+from rich.console import Console
+from rich.text import Text
+
+from ..configs.errors import UserError
+from .page import GLOSSARY, Banner, Report, Table, render_page
+
+FORMAT = 1
+JSON_NAME = "report.json"
+HTML_NAME = "report.html"
+
+MIN_GENERATE_RATIO = 0.97
+"""A plain loop slower than this share of transformers' generate flatters every speedup."""
+MIN_OVERLAP_TO_ACCEPT = 0.05
+"""Above this overlap, a decoder that accepts nothing at all is broken, not unlucky."""
+
+MISSING = "–"
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write report.json and report.html into `folder`, each whole or not at all.
+
+    Alarms found here join those the report already holds. A number that is not finite is written
+    as null, which reads as "not measured": JSON has no other word for it. The numbers go first,
+    so that they are safe whatever happens to the page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report = _plain({**report, "alarms": _all_alarms(report)})
+    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    _write_whole(folder / JSON_NAME, text)
+    _write_whole(folder / HTML_NAME, page(report))
+
+
+def read_report(path: Path) -> Report:
+    """The report at `path` (the file, or the folder that holds it).
+
+    Raises UserError if there is none, if it is not JSON, or if its format is not known here.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / JSON_NAME
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no report at {path}; an evaluation writes one") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not a report: it is not valid JSON ({error})") from None
+    found = report.get("format") if isinstance(report, dict) else None
+    if found != FORMAT:
+        raise UserError(f"{path} has report format {found!r}; this version reads format {FORMAT}")
+    return report
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never a half."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _plain(value: Any) -> Any:
+    """JSON types all the way down; numpy's numbers become Python's, non-finite ones None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+def alarms(report: Report) -> list[str]:
+    """What cannot be true, or should not be trusted, in this report; one sentence each."""
+    found = [sentence for cell in report["cells"] for sentence in _cell_alarms(cell)]
+    lossless = report.get("lossless") or {}
+    if lossless.get("verdict") == "different":
+        places = len(lossless.get("different") or [])
+        found.append(
+            f"speculative decoding changed the target's output beyond rounding, in "
+            f"{places} of {lossless.get('prompts')} prompts: no speed counts"
+        )
+    ratio = ((report.get("cost") or {}).get("generate_ratio") or {}).get("value")
+    if ratio is not None and ratio < MIN_GENERATE_RATIO:
+        found.append(
+            f"the plain loop reaches only {ratio:.2f} of transformers generate's tokens per "
+            "second: measured speedups are against a slow baseline"
+        )
+    return found
+
+
+def _cell_alarms(cell: Report) -> Iterator[str]:
+    where = f"{cell['domain']}, {cell['law']}"
+    decoded = cell["tokens_per_round"]
+    estimated = cell.get("tokens_per_round_estimated") or {}
+    speedup = (cell.get("speed") or {}).get("speedup") or {}
+    if _above(speedup, decoded):
+        yield (
+            f"{where}: measured speedup {_interval(speedup, 2)} lies above τ "
+            f"{_interval(decoded, 2)}, which is impossible: the plain baseline is wrong"
+        )
+    if _above(estimated, decoded) or _above(decoded, estimated):
+        yield (
+            f"{where}: estimated τ {_interval(estimated, 2)} and decoded τ "
+            f"{_interval(decoded, 2)} exclude each other: the decoder and the estimator do not "
+            "see the same draft"
+        )
+    overlap = cell["overlap"]["value"]
+    if (
+        cell["draft_acceptance_rate"] == 0
+        and overlap is not None
+        and overlap > MIN_OVERLAP_TO_ACCEPT
+    ):
+        yield (
+            f"{where}: no drafted token was accepted although the overlap is {overlap:.2f}: the "
+            "draft is not decoded as it was trained"
+        )
+
+
+def _above(upper: Report, lower: Report) -> bool:
+    """Whether one interval lies wholly above another; False where either is not known."""
+    low, high = upper.get("low"), lower.get("high")
+    return low is not None and high is not None and low > high
+
+
+def _all_alarms(report: Report) -> list[str]:
+    return list(dict.fromkeys([*(report.get("alarms") or []), *alarms(report)]))
+
+
+def summary_tables(report: Report) -> list[Table]:
+    """What the terminal prints and the page begins with."""
+    makers = (_acceptance, _rounds, _speed, _costs, _near_ties)
+    return [table for table in (make(report) for make in makers) if table.rows]
+
+
+def detail_tables(report: Report) -> list[Table]:
+    """What only the page has room for: per position, per draft length, and the conditions."""
+    settings = tuple((key, str(value)) for key, value in _flat(report["settings"]))
+    provenance = tuple((key, str(value)) for key, value in _flat(report["provenance"]))
+    header = ("what", "value")
+    tables = [
+        _positions(report),
+        _sweep(report),
+        Table("Settings", header, settings, labels=2),
+        Table("Provenance", header, provenance, labels=2),
+        _stages(report),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _acceptance(report: Report) -> Table:
+    cells = report["cells"]
+    gamma = max((len(cell["acceptance_by_position"]) for cell in cells), default=0)
+    reduced = any(cell.get("captured_mass") is not None for cell in cells)
+    ceiling = ("P(V_d)",) if reduced else ()
+    rows = []
+    for cell in cells:
+        survival = [place["survival"] for place in cell["acceptance_by_position"]]
+        survival += [None] * (gamma - len(survival))
+        mass = (_number(cell.get("captured_mass"), 3),) if reduced else ()
+        rows.append(
+            (
+                *(cell["domain"], cell["law"], str(cell["prompts"])),
+                *(_interval(cell["overlap"], 3), *mass),
+                *(_number(value, 2) for value in survival),
+            )
+        )
+    survivals = tuple(f"S_{k}" for k in range(1, gamma + 1))
+    headers = ("domain", "law", "n", "α overlap", *ceiling, *survivals)
+    note = "P(V_d): the target's mass on the reduced draft vocabulary, a ceiling for α."
+    return Table("Acceptance", headers, tuple(rows), 2, note if reduced else "")
+
+
+def _rounds(report: Report) -> Table:
+    headers = ("domain", "law", "rounds", "τ decoded", "τ estimated", "accepted ÷ drafted")
+    rows = tuple(
+        (
+            *(cell["domain"], cell["law"], str(cell["rounds"])),
+            _interval(cell["tokens_per_round"], 2),
+            _interval(cell.get("tokens_per_round_estimated"), 2),
+            _number(cell["draft_acceptance_rate"], 3),
+        )
+        for cell in report["cells"]
+    )
+    return Table("Tokens per round", headers, rows, 2)
+
+
+def _speed(report: Report) -> Table:
+    speeds = ("plain tok/s", "speculative tok/s", "speedup measured", "speedup predicted")
+    headers = ("domain", "law", "n", *speeds)
+    rows = tuple(
+        (
+            *(cell["domain"], cell["law"], str(speed.get("prompts", MISSING))),
+            _number(speed.get("plain_tokens_per_s"), 1),
+            _number(speed.get("speculative_tokens_per_s"), 1),
+            _interval(speed.get("speedup"), 2),
+            _number(speed.get("predicted"), 2),
+        )
+        for cell, speed in ((cell, cell.get("speed")) for cell in report["cells"])
+        if speed
+    )
+    gamma = report["settings"]["num_draft_tokens"]
+    return Table("Speed", headers, rows, 2, f"Draft length γ = {gamma}, one row at a time.")
+
+
+def _costs(report: Report) -> Table:
+    cost = report.get("cost") or {}
+    if not cost:
+        return Table("Costs", (), ())
+    passes = zip(cost.get("rows") or [], cost.get("v") or [], strict=False)
+    plain = cost.get("plain_seconds_per_token")
+    rows = (
+        *((f"v({n})", _number(value, 3)) for n, value in passes),
+        *(
+            (f"{name}, {law}", _number(values.get(name), 3))
+            for law, values in (cost.get("by_law") or {}).items()
+            for name in ("c_first", "c", "o", "o_plain")
+        ),
+        ("plain ms per token", _number(None if plain is None else 1000 * plain, 1)),
+        ("plain loop ÷ transformers generate", _interval(cost.get("generate_ratio"), 2)),
+    )
+    note = (
+        f"c, v, o in one-token target passes, at {cost.get('context', MISSING)} tokens of context."
+    )
+    return Table("Costs", ("cost", "value"), rows, 1, note)
+
+
+def _near_ties(report: Report) -> Table:
+    lossless = report.get("lossless") or {}
+    rows = tuple(
+        (kind, str(place["prompt_id"]), str(place["position"]), f"{place['margin']:.2e}")
+        for kind, key in (("different", "different"), ("near-tie", "near_ties"))
+        for place in lossless.get(key) or []
+    )
+    headers = ("kind", "prompt", "position", "top-2 margin")
+    return Table("Where greedy outputs part", headers, rows, 2)
+
+
+def _positions(report: Report) -> Table:
+    rows = tuple(
+        (
+            *(cell["domain"], cell["law"], str(place["position"])),
+            *(str(place["attempts"]), str(place["accepted"])),
+            *(_number(place["conditional"], 3), _number(place["survival"], 3)),
+        )
+        for cell in report["cells"]
+        for place in cell["acceptance_by_position"]
+    )
+    headers = ("domain", "law", "position", "attempts", "accepted", "conditional", "survival S_k")
+    return Table("Acceptance by position", headers, rows, 2)
+
+
+def _sweep(report: Report) -> Table:
+    rows = []
+    for line in report.get("sweep") or []:
+        measured = {point["num_draft_tokens"]: point for point in line["measured"]}
+        predicted = dict(zip(line["num_draft_tokens"], line["predicted"], strict=True))
+        rows += [
+            (
+                *(line["domain"], line["law"], str(gamma)),
+                *(_number(predicted.get(gamma), 2), _interval(measured.get(gamma), 2)),
+            )
+            for gamma in sorted({*predicted, *measured})
+        ]
+    headers = ("domain", "law", "γ", "speedup predicted", "speedup measured")
+    return Table("Speedup by draft length", headers, tuple(rows), 2)
+
+
+def _stages(report: Report) -> Table:
+    stages = report.get("stages") or []
+    rows = tuple((stage["stage"], _number(stage["seconds"], 1)) for stage in stages)
+    return Table("Stages", ("stage", "seconds"), rows)
+
+
+def _flat(mapping: Report, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted keys, in their own order."""
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", MISSING if value is None else value
+
+
+def _number(value: float | None, digits: int) -> str:
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _interval(estimate: Report | None, digits: int) -> str:
+    """`0.52 [0.49–0.55]`, without brackets where there is no interval."""
+    low, high = ((estimate or {}).get(key) for key in ("low", "high"))
+    value = _number((estimate or {}).get("value"), digits)
+    if low is None or high is None:
+        return value
+    return f"{value} [{_number(low, digits)}–{_number(high, digits)}]"
+
+
+def banners(report: Report) -> list[Banner]:
+    """The verdict on losslessness, then every alarm."""
+    lossless = report.get("lossless") or {"verdict": "not checked"}
+    verdict, prompts = lossless["verdict"], lossless.get("prompts", 0)
+    near = len(lossless.get("near_ties") or [])
+    texts = {
+        "equal": ("good", f"Lossless: greedy outputs equal on {prompts} prompts."),
+        "equal except near-ties": (
+            "good",
+            f"Lossless: greedy outputs equal on {prompts} prompts, except where the "
+            f"target's two best tokens tie within rounding (near-ties: {near}).",
+        ),
+        "different": ("bad", f"NOT LOSSLESS: greedy outputs differ ({prompts} prompts checked)."),
+        "not checked": ("warn", "Losslessness was not checked in this run."),
+    }
+    tone, text = texts.get(verdict, ("warn", f"Losslessness: {verdict}."))
+    return [
+        Banner(tone, text),
+        *(Banner("bad", f"Alarm: {alarm}.") for alarm in _all_alarms(report)),
+    ]
+
+
+def page(report: Report) -> str:
+    """The HTML page of a report."""
+    stand = report["provenance"]
+    return render_page(
+        report,
+        title=f"draftsmith: {stand['drafter']['family']} draft for {stand['target']['name']}",
+        summary=_headline(report),
+        banners=banners(report),
+        tables=summary_tables(report),
+        details=detail_tables(report),
+    )
+
+
+def _headline(report: Report) -> str:
+    target, draft = report["provenance"]["target"], report["provenance"]["drafter"]
+    settings, machine = report["settings"], report["provenance"].get("machine") or {}
+    quantisation = target.get("quantisation")
+    kept = f" from {quantisation} weights" if quantisation else ""
+    return (
+        f"Target {target['name']} ({target['parameters']:,} parameters, {target['dtype']}{kept}); "
+        f"{draft['family']} draft ({draft['parameters']:,} parameters); "
+        f"γ = {settings['num_draft_tokens']}, {settings['verifier']} verification, draft "
+        f"{settings['draft_sampling']}; {machine.get('processor', 'unknown processor')}, "
+        f"{report.get('created', '')}"
+    )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The report for a terminal: verdict, tables, glossary."""
+    stand = report["provenance"]
+    title = f"{stand['drafter']['family']} draft for {stand['target']['name']}"
+    # Text, never markup: a domain may be called "[bold]", and intervals stand in brackets.
+    console.print(Text(title, style="bold"))
+    console.print(Text(_headline(report), style="dim"))
+    styles = {"good": "bold green", "warn": "bold yellow", "bad": "bold red"}
+    for banner in banners(report):
+        console.print(Text(banner.text, style=styles[banner.tone]))
+    for table in [*summary_tables(report), _stages(report)]:
+        if table.rows:
+            _print_table(table, console)
+            if table.note:
+                console.print(Text(table.note, style="dim"))
+    for symbol, meaning in GLOSSARY:
+        console.print(Text.assemble((symbol, "bold"), f": {meaning}"))
+
+
+def _print_table(table: Table, console: Console) -> None:
+    """A value and its interval may take two lines. No digit is cut: a wide table runs over."""
+    drawn = rich_table.Table(
+        title=Text(table.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD
+    )
+    needed = 2 + 3 * len(table.headers)
+    for index, header in enumerate(table.headers):
+        is_name = index < table.labels
+        texts = [header, *(row[index] for row in table.rows)]
+        words = texts if is_name else [word for text in texts for word in text.split()]
+        longest = max(len(word) for word in words)
+        justify: Literal["left", "right"] = "left" if is_name else "right"
+        drawn.add_column(Text(header), justify=justify, min_width=longest, no_wrap=is_name)
+        needed += longest
+    for row in table.rows:
+        drawn.add_row(*(Text(text) for text in row))
+    console.print(drawn, width=max(console.width, needed), crop=False)

@@ -1,0 +1,179 @@
+"""What rounds cost on this machine, the speedup that follows, and the speedup that is measured.
+
+Costs are calibrated on training prompts, never on the timed ones. Timings are interleaved prompt by
+prompt in one process after a warm-up, so that a slow moment of the machine hits every loop.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from ..data.gather import Request
+from ..data.target import Target
+from ..data.warp import Law
+from ..drafters.base import Drafter
+from .decode import Clock, DecodeSettings, decode
+from .intervals import Interval, speedup_interval
+
+_REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Costs in units of one plain target pass, under one law.
+
+    v[n]: a target pass over n rows; c_first, c: first and later draft steps; o: the rest of a
+    speculative round; o_plain: the rest of a plain step; seconds: one target pass over one row.
+    """
+
+    seconds: float
+    v: dict[int, float]
+    c_first: float
+    c: float
+    o: float
+    o_plain: float
+
+    def speedup(self, survival: Sequence[float]) -> float:
+        """Predicted speedup of drafting `len(survival)` tokens with these S_k.
+
+        (1 + Σ S_k)(1 + o_plain) / (c_first + (γ-1)·c + v(γ+1) + o).
+        """
+        gamma = len(survival)
+        cost = self.c_first + (gamma - 1) * self.c + self.v[gamma + 1] + self.o
+        return (1 + sum(survival)) * (1 + self.o_plain) / cost
+
+
+@torch.inference_mode()
+def measure_rows(target: Target, context: int, rows: Sequence[int]) -> dict[int, float]:
+    """Seconds of one target pass (head included) over n rows behind `context` tokens.
+
+    Medians over interleaved repeats.
+    """
+    cache = target.new_cache(1, context + max(rows))
+    ids = torch.arange(context, device=target.device)[None] % target.vocab_size
+    target.forward(ids, cache)
+    cache.advance([context])
+    times: dict[int, list[float]] = {n: [] for n in rows}
+    for repeat in range(_REPEATS + 1):
+        for n in rows:
+            block = torch.arange(n, device=target.device)[None]
+            _wait(target)
+            start = time.perf_counter()
+            target.logits(target.forward(block, cache).hidden)
+            _wait(target)
+            if repeat:  # the first pass warms up
+                times[n].append(time.perf_counter() - start)
+    return {n: median(t) for n, t in times.items()}
+
+
+def calibrate(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    law: Law,
+    tokens: int,
+    rows: dict[int, float],
+    num_draft_tokens: int,
+    verifier: str,
+) -> Cost:
+    """Measure draft steps and overhead on `requests` (not the timed ones) under `law`."""
+    plain, fast = Clock(), Clock()
+    asked = [Request(**{**r.__dict__, "law": law}) for r in requests]
+    gamma = max(2, num_draft_tokens)
+    for number, request in enumerate([asked[0], *asked]):
+        clocks = (plain, fast) if number else (Clock(), Clock())  # the first one warms up
+        decode(target, [request], DecodeSettings(tokens, 0), clock=clocks[0])
+        settings = DecodeSettings(tokens, gamma, verifier)
+        decode(target, [request], settings, drafter, clocks[1])
+    unit = plain.target / max(1, plain.rounds)
+    return Cost(
+        seconds=unit,
+        v={n: seconds / rows[1] for n, seconds in rows.items()},
+        c_first=fast.draft_first / max(1, fast.drafting_rounds) / unit,
+        c=fast.draft_later / max(1, fast.later_steps) / unit,
+        o=fast.outside / max(1, fast.rounds) / unit,
+        o_plain=plain.outside / max(1, plain.rounds) / unit,
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Measured decode speed of one cell, prefill apart, for each draft length tried."""
+
+    prompts: int
+    plain_tokens_per_s: float
+    fast_tokens_per_s: dict[int, float]
+    speedup: dict[int, Interval]
+
+
+def time_cell(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    tokens: int,
+    draft_lengths: Sequence[int],
+    verifier: str,
+) -> Timing:
+    """Time plain and speculative decoding of `requests` one by one, loops interleaved."""
+    lengths = (0, *dict.fromkeys(draft_lengths))
+    seconds: dict[int, list[float]] = {g: [] for g in lengths}
+    produced: dict[int, list[float]] = {g: [] for g in lengths}
+    for number, request in enumerate(requests):
+        # Every other prompt runs the loops in the opposite order.
+        for gamma in lengths if number % 2 == 0 else reversed(lengths):
+            clock = Clock()
+            settings = DecodeSettings(tokens, gamma, verifier)
+            used = drafter if gamma else None
+            out = decode(target, [request], settings, used, clock)[0]
+            seconds[gamma].append(clock.decode)
+            produced[gamma].append(len(out.ids) - 1.0)  # the first token comes from prefill
+    arrays = {g: (np.array(seconds[g]), np.array(produced[g])) for g in lengths}
+    speeds = {g: float(n.sum() / s.sum()) for g, (s, n) in arrays.items()}
+    return Timing(
+        prompts=len(requests),
+        plain_tokens_per_s=speeds[0],
+        fast_tokens_per_s={g: speeds[g] for g in lengths[1:]},
+        speedup={g: speedup_interval(*arrays[0], *arrays[g]) for g in lengths[1:]},
+    )
+
+
+def generate_ratio(target: Target, requests: Sequence[Request], tokens: int) -> Interval:
+    """Our plain loop's tokens/s over those of transformers' `generate`, prefill included in both.
+
+    Greedy, interleaved prompt by prompt, the first prompt untimed.
+    """
+    ours: list[float] = []
+    theirs: list[float] = []
+    counts: list[tuple[float, float]] = []
+    for number, request in enumerate([requests[0], *requests]):
+        greedy = Request(**{**request.__dict__, "law": Law(0.0)})
+        start = time.perf_counter()
+        mine = decode(target, [greedy], DecodeSettings(tokens, 0))[0]
+        _wait(target)
+        middle = time.perf_counter()
+        ids = torch.tensor([request.ids], device=target.device)
+        other = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=list(target.eos_ids) or None,
+            pad_token_id=next(iter(target.eos_ids), 0),
+        )
+        _wait(target)
+        end = time.perf_counter()
+        if number:
+            ours.append(middle - start)
+            theirs.append(end - middle)
+            counts.append((float(len(mine.ids)), float(other.shape[1] - ids.shape[1])))
+    made = np.array(counts)
+    return speedup_interval(np.array(theirs), made[:, 1], np.array(ours), made[:, 0])
+
+
+def _wait(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()

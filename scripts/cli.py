@@ -1,0 +1,147 @@
+"""`draftsmith`: one command a stage, and `demo` for all of them."""
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..configs.errors import UserError
+from ..configs.load import load_recipe
+from ..configs.recipe import Recipe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it worked, 2 for input that cannot be used, 130 if it was stopped."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "draftsmith: stopped; what is finished is kept, the same command goes on from there",
+            file=sys.stderr,
+        )
+        return 130
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(
+            f"draftsmith: no space left on the disk ({error.filename or 'while writing'}); free "
+            "some and run the same command again",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftsmith", description="Train and measure drafters for speculative decoding."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add(commands, "demo", "collect, train, evaluate and publish on the embedded target", _demo)
+    _add(commands, "collect", "let the target answer a recipe's prompts", _collect)
+    train = _add(commands, "train", "train a drafter on collected records", _train)
+    train.add_argument("--records", type=Path, help="a record folder; default: collect first")
+    measure = _add(commands, "eval", "measure a drafter on held-out prompts", _eval)
+    measure.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
+    measure.add_argument(
+        "--prompts",
+        action="append",
+        default=[],
+        metavar="[NAME=]SOURCE",
+        help="measure on these prompts instead of the recipe's domains; may be repeated",
+    )
+    measure.add_argument("--max-rows", type=int, help="at most this many prompts per source")
+    publish = _add(commands, "publish", "write the folder engines load, with its card", _publish)
+    publish.add_argument("--drafter", type=Path, required=True, help="a drafter folder")
+    publish.add_argument("--report", type=Path, required=True, help="its evaluation's folder")
+    doctor = commands.add_parser("doctor", help="versions, devices, and what would not work")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str,
+         run: object) -> argparse.ArgumentParser:  # fmt: skip
+    command = commands.add_parser(name, help=what, description=what)
+    if name != "demo":
+        command.add_argument("recipe", help="a YAML recipe, or the name of a shipped one")
+    command.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the recipe"
+    )
+    command.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    command.set_defaults(run=run)
+    return command
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    from .pipeline import check_recipe
+
+    recipe = load_recipe(getattr(args, "recipe", "demo"), args.overrides)
+    check_recipe(recipe)
+    return recipe
+
+
+def _run(recipe: Recipe, runs: Path):  # type: ignore[no-untyped-def]
+    from .pipeline import Run
+
+    return Run(recipe, runs / recipe.name, Console())
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from ..eval.report import print_report, read_report
+
+    run = _run(_recipe(args), args.runs)
+    store = run.collect()
+    drafter = run.train(store)
+    report = run.evaluate(store, drafter)
+    run.publish(drafter, report)
+    print_report(read_report(report / "report.json"), run.console)
+    for entry in run.stages():
+        run.console.print(f"{entry['stage']:<10} {entry['seconds']:7.1f} s")
+    run.console.print(f"report: {report / 'report.html'}")
+
+
+def _collect(args: argparse.Namespace) -> None:
+    run = _run(_recipe(args), args.runs)
+    run.console.print(f"records: {run.collect().folder}")
+
+
+def _train(args: argparse.Namespace) -> None:
+    from ..data.store import RecordStore
+
+    run = _run(_recipe(args), args.runs)
+    store = run.collect() if args.records is None else RecordStore.open(args.records)
+    run.console.print(f"drafter: {run.train(store)}")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from ..eval.report import print_report, read_report
+    from .pipeline import with_prompts
+
+    recipe = _recipe(args)
+    if args.prompts:
+        recipe = with_prompts(recipe, args.prompts, args.max_rows)
+    run = _run(recipe, args.runs)
+    if args.prompts and args.drafter is None:
+        raise UserError("--prompts measures a trained drafter: name its folder with --drafter")
+    store = run.collect(args.drafter)
+    drafter = args.drafter or run.train(store)
+    report = run.evaluate(store, drafter)
+    print_report(read_report(report / "report.json"), run.console)
+    run.console.print(f"report: {report / 'report.html'}")
+
+
+def _publish(args: argparse.Namespace) -> None:
+    run = _run(_recipe(args), args.runs)
+    run.publish(args.drafter, args.report)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import diagnose
+
+    return diagnose(Console())

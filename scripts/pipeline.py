@@ -1,0 +1,158 @@
+"""The stages of a run and the folders between them.
+
+Every folder's name carries a hash of all it depends on: a changed recipe never meets stale files,
+an unchanged one finds its finished stages again.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..configs.load import recipe_hash, to_dict
+from ..configs.recipe import DomainSection, Recipe
+from ..data.collect import collect, collect_settings
+from ..data.files import write_json
+from ..data.linear import speed_up_few_rows
+from ..data.prompts import Prompt, load_domains
+from ..data.store import RecordStore, settings_hash
+from ..data.target import Target, load_target
+from ..drafters.base import Drafter
+from ..drafters.checkpoint import load_drafter, read_own, weights_hash
+from ..drafters.registry import family_config, resolved_taps
+from ..eval.evaluate import evaluate
+from ..eval.report import read_report, write_report
+from ..train.loop import train, train_settings
+from ..train.step import bound_objective
+from .publish import publish
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Everything that can be wrong with a recipe without loading a model."""
+    family_config(recipe.drafter, f"recipe '{recipe.name}'")
+    bound_objective(recipe.objective)
+
+
+@dataclass
+class Run:
+    """One recipe in one run folder; the target is loaded once and shared by the stages."""
+
+    recipe: Recipe
+    root: Path
+    console: Console
+    _target: Target | None = None
+    _prompts: list[Prompt] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            self.console.print(f"loading target {self.recipe.target.name}")
+            self._target = load_target(self.recipe.target)
+            known = self._target.provenance
+            note = f", {known['quantisation']}" if known["quantisation"] else ""
+            self.console.print(
+                f"target {known['name']}{note}: {known['parameters'] / 1e6:.0f} M parameters, "
+                f"{known['dtype']} on {self._target.device}, "
+                f"{torch.get_num_threads()} threads"
+            )
+        return self._target
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        if not self._prompts:
+            self._prompts, rejected = load_domains(self.recipe.domains)
+            for rejection in rejected[:10]:
+                self.console.print(f"rejected {rejection}", style="yellow")
+            if len(rejected) > 10:
+                self.console.print(f"... and {len(rejected) - 10} more rows", style="yellow")
+        return self._prompts
+
+    def taps(self, drafter_folder: Path | None = None) -> tuple[int, ...]:
+        """The target layers this run's drafter (or a saved one) reads."""
+        if drafter_folder is not None:
+            return load_drafter(drafter_folder, self.target).taps
+        _, config = family_config(self.recipe.drafter, f"recipe '{self.recipe.name}'")
+        return resolved_taps(config, self.target.num_layers)
+
+    # ---- stages
+
+    def collect(self, drafter_folder: Path | None = None) -> RecordStore:
+        with self._stage("collect"):
+            taps = self.taps(drafter_folder)
+            settings = collect_settings(self.recipe, self.target, taps, self.prompts)
+            folder = self.root / f"records-{settings_hash(settings)}"
+            return collect(self.recipe, self.target, taps, self.prompts, folder, self.console)
+
+    def train(self, store: RecordStore) -> Path:
+        with self._stage("train"):
+            depends = train_settings(self.recipe, store)
+            folder = self.root / f"train-{settings_hash(depends)}"
+            return train(self.recipe, self.target, store, folder, self.console)
+
+    def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
+        """The folder with `report.json` and `report.html`."""
+        depends = {
+            "eval": to_dict(self.recipe.eval),
+            "records": settings_hash(store.settings),
+            "drafter": weights_hash(drafter_folder),
+        }
+        folder = self.root / f"eval-{settings_hash(depends)}"
+        if not (folder / "report.json").exists():
+            with self._stage("eval"):
+                drafter = self._fast(load_drafter(drafter_folder, self.target))
+                report = evaluate(
+                    self.recipe, self.target, drafter, drafter_folder, store, folder, self.console
+                )
+            report["stages"] = self.stages()
+            write_report(report, folder)
+        return folder
+
+    def publish(self, drafter_folder: Path, report_folder: Path) -> Path:
+        with self._stage("publish"):
+            report = read_report(report_folder / "report.json")
+            name = f"{self.recipe.name}-{read_own(drafter_folder)['family']}"
+            return publish(
+                self.recipe.publish, self.target, drafter_folder, report,
+                self.root / "published" / name, self.console,
+            )  # fmt: skip
+
+    @staticmethod
+    def _fast(drafter: Drafter) -> Drafter:
+        assert isinstance(drafter, torch.nn.Module)
+        speed_up_few_rows(drafter)
+        return drafter
+
+    # ---- times
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the stage's total in `stages.json`, over restarts too."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            path = self.root / "stages.json"
+            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            known[name] = known.get(name, 0.0) + time.perf_counter() - start
+            write_json(path, known)
+
+    def stages(self) -> list[dict[str, Any]]:
+        path = self.root / "stages.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return [{"stage": name, "seconds": seconds} for name, seconds in known.items()]
+
+
+def with_prompts(recipe: Recipe, sources: list[str], max_rows: int | None) -> Recipe:
+    """The recipe evaluated on `NAME=SOURCE` prompts only, all of them held out."""
+    domains = []
+    for entry in sources:
+        name, _, source = entry.rpartition("=")
+        label = name or Path(source).stem
+        domains.append(DomainSection(label, source, holdout=1.0, max_rows=max_rows))
+    return replace(recipe, domains=tuple(domains), name=f"{recipe.name}-{recipe_hash(domains)[:6]}")

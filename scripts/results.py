@@ -1,0 +1,20 @@
+"""Saved benchmark results: one JSON file a benchmark, printed as it is written."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..data.files import write_json
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def save_result(name: str, result: dict[str, Any]) -> Path:
+    """Write `results/NAME.json` with today's date and print it."""
+    dated = {"date": datetime.now(UTC).date().isoformat(), **result}
+    path = FOLDER / f"{name}.json"
+    write_json(path, dated)
+    print(json.dumps(dated, indent=1, ensure_ascii=False))
+    print(f"saved {path.name}")
+    return path

@@ -1,0 +1,121 @@
+"""Few-row linear layers: every form computes `nn.Linear`, and what was measured is kept."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.data import linear
+from draftsmith.data.linear import FORMS, MAX_ROWS, FewRowsLinear, speed_up_few_rows
+from draftsmith.data.target import Target
+
+AVAILABLE = [name for name in FORMS if name != "packed" or linear._can_pack()]
+
+
+@pytest.fixture
+def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """An empty cache folder, and a stand-in for measuring that notes what it was asked."""
+    asked: list[tuple[int, int]] = []
+
+    def measure(out_features: int, in_features: int) -> list[str]:
+        asked.append((out_features, in_features))
+        return [AVAILABLE[rows % len(AVAILABLE)] for rows in range(MAX_ROWS)]
+
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear, "_measured", {})
+    monkeypatch.setattr(linear, "_measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+def test_every_form_is_a_linear_layer(name: str, rows: int) -> None:
+    x, weight = torch.randn(rows, 48), torch.randn(20, 48) / 7
+    packed = linear._pack(weight) if name == "packed" else None
+    out = FORMS[name](x, weight, packed)
+    assert out.shape == (rows, 20)
+    assert torch.allclose(out, F.linear(x, weight), atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (1, 1), (2, 3), (1, 8), (2, 2, 2), (9,), (3, 5), (0,), (2, 0)]
+)
+def test_any_leading_shape(
+    measuring: list[tuple[int, int]], shape: tuple[int, ...], bias: bool
+) -> None:
+    layer = nn.Linear(24, 10, bias=bias)
+    x = torch.randn(*shape, 24)
+    with torch.no_grad():
+        expected = layer(x)
+        speed_up_few_rows(layer)
+        out = layer(x)
+    assert type(layer) is FewRowsLinear
+    assert out.shape == expected.shape
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_every_form_serves_every_family(
+    any_target: Target, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whatever was found fastest, the model code around the layers takes its output."""
+    target = copy.deepcopy(any_target)
+    monkeypatch.setattr(linear, "measured_forms", lambda out, into: [name] * MAX_ROWS)
+    ids = torch.tensor([[7, 8, 9], [10, 11, 12]])
+    with torch.no_grad():
+        expected = target.logits(target.forward(ids, target.new_cache(2, 3)).hidden)
+        speed_up_few_rows(target.model)
+        out = target.logits(target.forward(ids, target.new_cache(2, 3)).hidden)
+    assert torch.allclose(out, expected, atol=1e-4)
+
+
+def test_only_float32_linear_layers_change(measuring: list[tuple[int, int]]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8))
+    speed_up_few_rows(model)
+    assert type(model[0]) is nn.Linear
+    assert measuring == []
+
+
+def test_weights_keep_their_names(measuring: list[tuple[int, int]]) -> None:
+    layer = nn.Linear(8, 4)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    speed_up_few_rows(layer)
+    assert before.keys() == layer.state_dict().keys()
+    assert all(torch.equal(before[name], t) for name, t in layer.state_dict().items())
+
+
+def test_a_shape_is_measured_once(
+    measuring: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed_up_few_rows(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)))
+    assert measuring == [(4, 8), (8, 4)]
+    (table,) = tmp_path.glob("linear-*.json")
+    assert set(json.loads(table.read_text(encoding="utf-8"))) == {"4x8", "8x4"}
+    monkeypatch.setattr(linear, "_measured", {})  # another process
+    assert linear.measured_forms(4, 8) == linear.measured_forms(8, 4)
+    assert measuring == [(4, 8), (8, 4)]
+    linear.measured_forms(3, 3)
+    assert set(json.loads(table.read_text(encoding="utf-8"))) == {"4x8", "8x4", "3x3"}
+
+
+def test_thread_counts_have_tables_of_their_own(
+    measuring: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A form that is fast on two threads says nothing about one."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    linear.measured_forms(4, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    linear.measured_forms(4, 8)
+    assert measuring == [(4, 8), (4, 8)]
+    assert len(list(tmp_path.glob("linear-*.json"))) == 2
+
+
+def test_measuring_chooses_known_forms() -> None:
+    chosen = linear._measure(16, 16)
+    assert len(chosen) == MAX_ROWS
+    assert set(chosen) <= set(AVAILABLE)

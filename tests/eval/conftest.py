@@ -1,0 +1,94 @@
+"""A tiny target, untrained drafters for it, and requests; replies take milliseconds."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from draftsmith.data.gather import GatherSettings, Request, answer
+from draftsmith.data.records import Record
+from draftsmith.data.target import Target
+from draftsmith.data.warp import Law
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+
+SMALL = 12  # a vocabulary whose outputs can be enumerated
+
+DrafterFactory = Callable[[str, Target], Drafter]
+RequestFactory = Callable[..., list[Request]]
+
+
+@pytest.fixture(scope="session")
+def small_target(load_tiny: Callable[..., Target]) -> Target:
+    """A target of 12 tokens without an end token."""
+    target = load_tiny(vocab_size=SMALL, initializer_range=0.4)
+    target.eos_ids = ()
+    return target
+
+
+@pytest.fixture(scope="session")
+def make_drafter() -> DrafterFactory:
+    """`make_drafter(kind, target)`: a poor head, a poor LM, or a copy of the target ("self").
+
+    A name with "reduced" proposes two thirds of the vocabulary only.
+    """
+
+    def make(kind: str, target: Target) -> Drafter:
+        torch.manual_seed(11)
+        size = target.vocab_size
+        ids = torch.tensor([i for i in range(size) if i % 3 != 1])
+        family, _, reduced = kind.partition(" ")
+        drafter: Eagle3Drafter | CausalDrafter
+        if family == "eagle3":
+            config = Eagle3Config(draft_vocab_size=size, init="random")
+            drafter = Eagle3Drafter.from_target(
+                target, config, ids if reduced else torch.arange(size)
+            )
+        else:
+            layers = (0, 1, 2, 3) if family == "self" else (0, 3)
+            causal = CausalConfig(layers=layers)
+            drafter = CausalDrafter.from_target(target, causal, ids if reduced else None)
+        return drafter.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_requests() -> RequestFactory:
+    """`make_requests(target, lengths, law)`: random prompts of these lengths, seeds 0, 1, ..."""
+
+    def make(target: Target, lengths: Sequence[int], law: Law = Law(0.0)) -> list[Request]:  # noqa: B008
+        generator = torch.Generator().manual_seed(4)
+        requests = []
+        for i, n in enumerate(lengths):
+            ids = torch.randint(0, target.vocab_size, (n,), generator=generator)
+            requests.append(Request(f"p{i}", "x", "heldout", tuple(ids.tolist()), law, i))
+        return requests
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def answers() -> Callable[..., list[Record]]:
+    """`answers(target, requests, limit, taps)`: the target's own replies with states."""
+
+    def collect(
+        target: Target, requests: Sequence[Request], limit: int, taps: tuple[int, ...] = (1, 1, 2)
+    ) -> list[Record]:
+        return answer(target, requests, GatherSettings(limit, 64, taps, keep_states=True))
+
+    return collect
+
+
+@pytest.fixture(scope="session")
+def with_eos() -> Callable[..., Target]:
+    """`with_eos(target, *ids)`: the same model, ending at these tokens."""
+
+    def change(target: Target, *ids: int) -> Target:
+        changed = copy.copy(target)
+        changed.eos_ids = ids
+        return changed
+
+    return change

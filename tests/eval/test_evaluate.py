@@ -1,0 +1,349 @@
+"""The evaluation from records to report: sums are real, faults show, a kill costs nothing."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from draftsmith.configs.errors import UserError
+from draftsmith.configs.recipe import (
+    CollectSection,
+    DomainSection,
+    EvalSection,
+    LawSection,
+    Recipe,
+    ServingSection,
+    TargetSection,
+)
+from draftsmith.data.collect import collect
+from draftsmith.data.prompts import load_domains
+from draftsmith.data.store import RecordStore
+from draftsmith.data.target import Target
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.checkpoint import save_drafter, weights_hash
+from draftsmith.eval import evaluate as module
+from draftsmith.eval import verify
+from draftsmith.eval.decode import RULES
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.report import alarms, page, print_report, read_report, write_report
+
+LIMIT = 14
+GAMMA = 2
+LAWS = (LawSection(0.0), LawSection(1.0), LawSection(0.7, top_k=8))
+
+
+@dataclass(frozen=True)
+class World:
+    """A recipe, its records, and a drafter on disk."""
+
+    recipe: Recipe
+    target: Target
+    store: RecordStore
+    drafter: Drafter
+    drafter_folder: Path
+
+    def evaluate(self, folder: Path, **options: Any) -> dict[str, Any]:
+        recipe = replace(self.recipe, eval=replace(self.recipe.eval, **options))
+        console = Console(file=io.StringIO())
+        return evaluate(
+            recipe, self.target, self.drafter, self.drafter_folder, self.store, folder, console
+        )
+
+
+@pytest.fixture(scope="module", params=["eagle3 reduced", "causal"])
+def world(
+    request: pytest.FixtureRequest,
+    small_target: Target,
+    make_drafter: Callable[[str, Target], Drafter],
+    with_eos: Callable[..., Target],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    domains = []
+    for name, count in (("chat", 9), ("co/de", 6)):
+        path = folder / f"{count}.jsonl"
+        rows = [json.dumps({"prompt": f"{name} number {i}"}) for i in range(count)]
+        path.write_text("\n".join(rows), encoding="utf-8")
+        domains.append(DomainSection(name, str(path), holdout=0.7, raw=True))
+    recipe = Recipe(
+        name="tiny",
+        target=TargetSection(device="cpu"),
+        serving=ServingSection(LAWS),
+        domains=tuple(domains),
+        collect=CollectSection(temperatures=(1.0,), max_new_tokens=LIMIT),
+        eval=EvalSection(
+            num_draft_tokens=GAMMA,
+            sweep=(1, 2, 3),
+            timed_lengths=(1,),
+            decode_batch=4,
+            timing_prompts=2,
+            timing_tokens=8,
+            bootstrap=100,
+            calibration_prompts=2,
+        ),
+    )
+    target = with_eos(small_target, 5)
+    drafter = make_drafter(request.param, target)
+    prompts, _ = load_domains(recipe.domains)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.data.collect.render_prompt", small_ids)
+        quiet = Console(quiet=True)
+        store = collect(recipe, target, (1, 1, 2), prompts, folder / "records", quiet)
+    saved = save_drafter(drafter, folder / "drafter", target, {})
+    return World(recipe, target, store, drafter, saved)
+
+
+def small_ids(tokenizer: Any, messages: Any, raw: bool = False) -> list[int]:
+    """Ids of the small vocabulary that stand for a text."""
+    return [ord(letter) % 12 for letter in messages[0]["content"]]
+
+
+@pytest.fixture(scope="module")
+def report(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return world.evaluate(tmp_path_factory.mktemp("eval"))
+
+
+def held_out(world: World, domain: str, law: str) -> list[Any]:
+    return [r for r in world.store.records("heldout") if (r.domain, r.law.label) == (domain, law)]
+
+
+# ---- what the report holds
+
+
+def test_every_domain_and_law_is_a_cell(report: dict[str, Any], world: World) -> None:
+    labels = ["T=0", "T=1", "T=0.7 top_k=8"]
+    cells = [(c["domain"], c["law"]) for c in report["cells"]]
+    assert cells == [(d, law) for d in ("chat", "co/de") for law in labels]
+    for cell in report["cells"]:
+        assert cell["prompts"] == len(held_out(world, cell["domain"], cell["law"])) > 2
+    assert [(s["domain"], s["law"]) for s in report["sweep"]] == cells
+    for line in report["sweep"]:
+        assert line["num_draft_tokens"] == [1, 2, 3]
+        assert len(line["predicted"]) == 3
+        assert [point["num_draft_tokens"] for point in line["measured"]] == [1, 2]
+
+
+def test_counts_are_sums_over_the_outputs(world: World, tmp_path: Path) -> None:
+    """Recomputed here from the stored rounds, with formulas of our own."""
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    outputs: dict[str, Any] = {}
+    for path in (tmp_path / "parts").glob("decode-*.json"):
+        outputs |= json.loads(path.read_text(encoding="utf-8"))
+    assert len(outputs) == sum(c["prompts"] for c in report["cells"])
+    for cell in report["cells"]:
+        own = [outputs[r.key] for r in held_out(world, cell["domain"], cell["law"])]
+        rounds = [tuple(r) for output in own for r in output["rounds"]]
+        tokens = sum(len(output["ids"]) - 1 for output in own)
+        drafted, accepted = (sum(column) for column in zip(*rounds, strict=True))
+        assert (cell["tokens"], cell["rounds"]) == (tokens, len(rounds))
+        assert cell["tokens_per_round"]["value"] == pytest.approx(tokens / len(rounds))
+        assert cell["mean_accepted"] == pytest.approx(accepted / len(rounds))
+        assert cell["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+        assert cell["undrafted_rounds"] == sum(d == 0 for d, _ in rounds)
+        places = cell["acceptance_by_position"]
+        assert [p["position"] for p in places] == [1, 2]
+        assert sum(p["attempts"] for p in places) == drafted
+        assert sum(p["accepted"] for p in places) == accepted
+        for k, p in enumerate(places, start=1):
+            reached = sum(d >= k and a >= k - 1 for d, a in rounds)
+            assert p["survival"] == pytest.approx(p["accepted"] / max(1, p["attempts"]))
+            assert p["conditional"] == pytest.approx(p["accepted"] / max(1, reached))
+        assert 0 < cell["overlap"]["value"] <= cell["captured_mass"] + 1e-6
+        assert len(cell["survival_estimated"]) == GAMMA
+
+
+def test_position_figures_of_a_known_pattern() -> None:
+    rounds = [(3, 0)] * 20 + [(3, 1)] * 30 + [(3, 3)] * 50
+    places = [module._position(rounds, k) for k in (1, 2, 3)]
+    assert [p["survival"] for p in places] == [0.8, 0.5, 0.5]
+    assert [p["conditional"] for p in places] == [0.8, 0.625, 1.0]
+    shorter = [*rounds, (1, 1), (0, 0)]
+    assert [module._position(shorter, k)["attempts"] for k in (1, 2, 3)] == [101, 100, 100]
+    assert module._position(shorter, 2)["conditional"] == 0.625, "a short draft is no failure"
+
+
+def test_greedy_estimates_are_the_decoded_figures(report: dict[str, Any]) -> None:
+    for cell in report["cells"]:
+        if cell["law"] == "T=0":
+            estimated = cell["tokens_per_round_estimated"]
+            assert estimated == pytest.approx(cell["tokens_per_round"])
+            survival = [p["survival"] for p in cell["acceptance_by_position"]]
+            assert cell["survival_estimated"] == pytest.approx(survival)
+
+
+def test_the_outputs_are_equal_and_nothing_rings(
+    report: dict[str, Any], world: World, tmp_path: Path
+) -> None:
+    lossless = report["lossless"]
+    greedy = [c for c in report["cells"] if c["law"] == "T=0"]
+    assert lossless["verdict"] == "equal"
+    assert lossless["prompts"] == sum(c["prompts"] for c in greedy)
+    # Timings of milliseconds on a busy machine are noise: their alarms are tested by themselves.
+    quiet = [a for a in alarms(report) if "plain loop" not in a and "speedup" not in a]
+    assert quiet == []
+    write_report(report, tmp_path)
+    assert read_report(tmp_path)["cells"] == json.loads(json.dumps(report["cells"]))
+    assert "Lossless" in page(report)
+    print_report(report, Console(file=io.StringIO()))
+
+
+def test_the_report_says_what_it_measured(report: dict[str, Any], world: World) -> None:
+    stand, settings = report["provenance"], report["settings"]
+    assert stand["drafter"]["weights_sha256"] == weights_hash(world.drafter_folder)
+    assert stand["drafter"]["family"] == world.drafter.family
+    assert stand["drafter"]["draft_vocab_size"] == (8 if world.drafter.taps else 12)
+    assert stand["target"]["weights"] == world.target.provenance["weights"]
+    assert stand["prompts_sha256"] == world.store.settings["prompts"]
+    assert settings["max_new_tokens"] == LIMIT
+    assert settings["num_draft_tokens"] == GAMMA
+
+
+def test_costs_are_told_by_law(report: dict[str, Any]) -> None:
+    cost = report["cost"]
+    assert cost["by_law"].keys() == {"T=0", "T=1", "T=0.7 top_k=8"}
+    for costs in cost["by_law"].values():
+        assert costs.keys() == {"o", "o_plain", "c", "c_first"}
+    assert cost["rows"] == [1, 2, 3, 4] and cost["v"][0] == 1.0
+    for cell in report["cells"]:
+        speed, known = cell["speed"], cost["by_law"][cell["law"]]
+        total = 1 + sum(cell["survival_estimated"])
+        spent = known["c_first"] + known["c"] + cost["v"][2] + known["o"]
+        assert speed["predicted"] == pytest.approx(total * (1 + known["o_plain"]) / spent)
+        assert speed["prompts"] == 2
+        ratio = speed["speculative_tokens_per_s"] / speed["plain_tokens_per_s"]
+        assert speed["speedup"]["value"] == pytest.approx(ratio)
+
+
+def test_without_timing_there_is_no_speed(world: World, tmp_path: Path) -> None:
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    assert report["cost"] is None
+    assert report["sweep"] == []
+    assert all(cell["speed"] is None for cell in report["cells"])
+    page(report)
+
+
+# ---- which prompts
+
+
+def test_costs_are_calibrated_on_other_prompts_than_the_timed_ones(world: World) -> None:
+    cells = module._cells(world.recipe, list(world.store.records("heldout")))
+    training = {r.prompt_id for r in world.store.records("train")}
+    chosen = module._calibration(world.recipe, world.store, cells)
+    assert len(chosen) == 2 and {r.prompt_id for r in chosen} <= training
+
+    class HeldOutOnly(RecordStore):
+        def records(self, split: str | None = None) -> Any:
+            return super().records("heldout") if split != "train" else iter(())
+
+    store = HeldOutOnly(world.store.folder, world.store.settings, True)
+    timed = {r.prompt_id for c in cells for r in module._timed(c, 2)}
+    left = {r.prompt_id for c in cells for r in c.records} - timed
+    chosen = module._calibration(world.recipe, store, cells)
+    assert left and {r.prompt_id for r in chosen} <= left
+
+
+def test_the_longest_replies_are_timed(world: World) -> None:
+    (cell, *_) = module._cells(world.recipe, list(world.store.records("heldout")))
+    lengths = [len(r.reply) for r in module._timed(cell, 2)]
+    assert lengths == sorted((len(r.reply) for r in cell.records), reverse=True)[:2]
+
+
+def test_a_law_without_records_is_refused(world: World, tmp_path: Path) -> None:
+    recipe = replace(world.recipe, serving=ServingSection((LawSection(0.3),)))
+    with pytest.raises(UserError, match=r"no held-out record .* \(T=0\.3\)"):
+        replace(world, recipe=recipe).evaluate(tmp_path)
+
+
+def test_states_that_were_not_kept_are_recomputed(
+    world: World, report: dict[str, Any], tmp_path: Path
+) -> None:
+    bare = RecordStore.create(tmp_path / "bare", {**world.store.settings, "distributions": "none"})
+    bare.add([replace(r, states=None) for r in world.store.records()])
+    again = replace(world, store=bare).evaluate(tmp_path, timing_prompts=0)
+    for one, other in zip(report["cells"], again["cells"], strict=True):
+        assert one["overlap"]["value"] == pytest.approx(other["overlap"]["value"], abs=1e-4)
+        assert one["rounds"] == other["rounds"]
+
+
+# ---- kills and faults
+
+
+def test_parts_that_are_done_are_not_repeated(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, calls = module.decode, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return decode(*args, **options)
+
+    monkeypatch.setattr(module, "decode", counted)
+    with pytest.raises(KeyboardInterrupt):
+        world.evaluate(tmp_path, timing_prompts=0)
+    done = len(list((tmp_path / "parts").glob("*.json")))
+    assert done == 3
+    calls = 1000
+    killed = world.evaluate(tmp_path, timing_prompts=0)
+    total = len(list((tmp_path / "parts").glob("*.json")))
+    assert calls - 1000 == total - done
+    calls = 2000
+    world.evaluate(tmp_path, timing_prompts=0)
+    assert calls == 2000, "a second evaluation decodes nothing"
+    monkeypatch.undo()
+    straight = world.evaluate(tmp_path / "straight", timing_prompts=0)
+    assert killed["cells"] == straight["cells"]
+
+
+def accept_everything(draft: Tensor, target_argmax: Tensor, drafted: Tensor) -> Any:
+    """A verifier that believes the draft."""
+    return drafted, target_argmax.gather(1, drafted[:, None]).squeeze(1)
+
+
+def test_a_verifier_that_believes_the_draft_is_found_out(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "greedy", accept_everything)
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    assert report["lossless"]["verdict"] == "different"
+    assert any("changed the target's output" in alarm for alarm in alarms(report))
+
+
+def test_corrupt_proposals_change_no_output(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's logits are negated: useless, and seen as such, but lossless."""
+    head = type(world.drafter).head
+    monkeypatch.setattr(type(world.drafter), "head", lambda self, hidden: -head(self, hidden))
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    assert report["lossless"]["verdict"] == "equal"
+    for cell in report["cells"]:
+        assert cell["draft_acceptance_rate"] < 0.35
+
+
+def test_a_draft_decoded_otherwise_than_trained_rings(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding never accepts, the estimate knows that it should."""
+    monkeypatch.setitem(RULES, "token", refuse_everything)
+    monkeypatch.setattr(
+        verify, "greedy", lambda draft, argmax, drafted: (torch.zeros_like(drafted), argmax[:, 0])
+    )
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    assert report["lossless"]["verdict"] == "equal"
+    assert any("not decoded as it was trained" in alarm for alarm in alarms(report))
+
+
+def refuse_everything(
+    draft: Tensor, log_q: Tensor, log_p: Tensor, u: Tensor, u_final: Tensor, drafted: Tensor
+) -> Any:
+    return verify.token(draft[:, :0], log_q[:, :0], log_p[:, :1], u[:, :0], u_final, 0 * drafted)

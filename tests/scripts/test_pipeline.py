@@ -1,0 +1,89 @@
+"""The stages of a run: folders that never meet stale files, times that add up."""
+
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draftsmith.configs.errors import UserError
+from draftsmith.configs.load import load_recipe
+from draftsmith.configs.recipe import DomainSection, ObjectiveSection, Recipe
+from draftsmith.scripts.pipeline import Run, check_recipe, with_prompts
+
+
+@pytest.fixture
+def run(recipe_file: Path, tmp_path: Path) -> Run:
+    return Run(load_recipe(recipe_file), tmp_path / "run", Console(file=io.StringIO(), width=200))
+
+
+def changed(run: Run, **sections: object) -> Run:
+    """The same run folder and target under a changed recipe."""
+    return Run(replace(run.recipe, **sections), run.root, run.console, run.target)  # type: ignore[arg-type]
+
+
+def test_a_changed_recipe_meets_no_stale_files(run: Run) -> None:
+    store = run.collect()
+    assert run.collect().folder == store.folder
+    more = changed(run, collect=replace(run.recipe.collect, max_new_tokens=6)).collect()
+    seeded = changed(run, seed=1).collect()
+    assert len({store.folder, more.folder, seeded.folder}) == 3
+
+    drafter = run.train(store)
+    assert run.train(store) == drafter
+    slower = changed(run, train=replace(run.recipe.train, lr=1e-4)).train(store)
+    other = changed(run, objective=ObjectiveSection("fkl")).train(store)
+    elsewhere = run.train(seeded)
+    assert len({drafter, slower, other, elsewhere}) == 4
+    measured = changed(run, eval=replace(run.recipe.eval, bootstrap=7)).train(store)
+    assert measured == drafter, "what comes later does not train again"
+
+
+def test_every_rejected_row_is_shown(run: Run, recipe_file: Path) -> None:
+    source = Path(run.recipe.domains[0].source)
+    with source.open("a", encoding="utf-8") as handle:
+        handle.write('{"answer": 1}\n' * 12)
+    assert len(run.prompts) == 16
+    said = run.console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"rejected {source}:9: " in said
+    assert "... and 2 more rows" in said
+
+
+def test_times_add_up_over_restarts(tmp_path: Path, run: Run) -> None:
+    for _ in range(2):
+        with run._stage("collect"):
+            time.sleep(0.02)
+    with pytest.raises(KeyboardInterrupt), run._stage("train"):
+        raise KeyboardInterrupt
+    stages = {s["stage"]: s["seconds"] for s in run.stages()}
+    assert list(stages) == ["collect", "train"]
+    assert stages["collect"] >= 0.04
+    assert json.loads((run.root / "stages.json").read_text(encoding="utf-8")) == stages
+
+
+def test_prompts_on_the_command_line_are_all_held_out() -> None:
+    recipe = Recipe(name="x")
+    changed = with_prompts(recipe, ["code", "mine=a/b.jsonl", "c/d.jsonl"], 5)
+    assert changed.domains == (
+        DomainSection("code", "code", 1.0, 5),
+        DomainSection("mine", "a/b.jsonl", 1.0, 5),
+        DomainSection("d", "c/d.jsonl", 1.0, 5),
+    )
+    assert changed.name != recipe.name, "a run folder of its own"
+    assert with_prompts(recipe, ["code"], None).name != changed.name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Recipe(name="x", drafter={"family": "eagle"}), "unknown drafter.family 'eagle'"),
+        (Recipe(name="x", drafter={"family": "eagle3", "taps": [1]}), "takes three layers"),
+        (Recipe(name="x", objective=ObjectiveSection(name="kl")), "'kl'"),
+    ],
+)
+def test_a_recipe_is_checked_before_a_model_is_loaded(recipe: Recipe, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_recipe(recipe)

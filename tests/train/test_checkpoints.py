@@ -1,0 +1,131 @@
+"""Training checkpoints: the newest whole one is taken, damaged ones are passed over."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from draftsmith.train.checkpoints import (
+    checkpoints,
+    damaged_checkpoints,
+    load_newest,
+    save_checkpoint,
+)
+
+
+class Training:
+    """A one-layer model that can be saved and restored."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator(cpu=True)
+        self.accelerator.free_memory()
+        layer = torch.nn.Linear(4, 4)
+        self.layer, optimizer = self.accelerator.prepare(
+            layer, torch.optim.AdamW(layer.parameters(), lr=0.1)
+        )
+        self.optimizer = optimizer
+
+    def step(self, value: float) -> None:
+        with torch.no_grad():
+            self.layer.weight.fill_(value)
+        self.accelerator.backward(self.layer(torch.ones(1, 4)).sum())
+        self.optimizer.step()
+
+    def save(self, folder: Path, step: int, keep: int = 3) -> None:
+        save_checkpoint(self.accelerator, folder, step, {"tokens": 10 * step}, keep)
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_the_newest_is_restored(training: Training, tmp_path: Path) -> None:
+    for step in (5, 10):
+        training.step(step)
+        training.save(tmp_path, step)
+    kept = training.layer.weight.detach().clone()
+    moments = training.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    training.step(99.0)
+    assert load_newest(training.accelerator, tmp_path) == {"step": 10, "tokens": 100}
+    assert torch.equal(training.layer.weight, kept)
+    assert torch.equal(training.optimizer.state_dict()["state"][0]["exp_avg"], moments)
+
+
+def test_only_the_last_are_kept(training: Training, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        training.save(tmp_path, step, keep=2)
+    assert names(checkpoints(tmp_path)) == ["step-000003", "step-000004"]
+
+
+def test_a_folder_without_checkpoints(training: Training, tmp_path: Path) -> None:
+    assert load_newest(training.accelerator, tmp_path / "none") is None
+
+
+def cut_weights(folder: Path) -> None:
+    cut(folder / "model.safetensors")
+
+
+def cut_optimizer(folder: Path) -> None:
+    cut(folder / "optimizer.bin")
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def drop_optimizer(folder: Path) -> None:
+    (folder / "optimizer.bin").unlink()
+
+
+def drop_progress(folder: Path) -> None:
+    (folder / "progress.json").unlink()
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("harm", [cut_weights, cut_optimizer, drop_optimizer, drop_progress, empty])
+def test_a_damaged_checkpoint_is_passed_over(harm, training: Training, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for step in (5, 10):
+        training.save(tmp_path, step, keep=1 if step == 5 else 2)
+    harm(tmp_path / "step-000010")
+    assert names(damaged_checkpoints(tmp_path)) == ["step-000010"]
+    progress = load_newest(training.accelerator, tmp_path)
+    assert progress is not None and progress["step"] == 5
+    training.save(tmp_path, 10, keep=1)
+    assert damaged_checkpoints(tmp_path) == [], "saving that step again replaces it"
+    assert names(checkpoints(tmp_path)) == ["step-000010"]
+
+
+def test_damaged_ones_do_not_push_out_the_last_good_one(training: Training, tmp_path: Path) -> None:
+    for step in (5, 10):
+        training.save(tmp_path, step, keep=2)
+    empty(tmp_path / "step-000010")
+    training.save(tmp_path, 7, keep=2)
+    assert names(checkpoints(tmp_path)) == ["step-000005", "step-000007"]
+
+
+def test_a_kill_while_saving_leaves_no_checkpoint(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(tmp_path, 5)
+    save_state = training.accelerator.save_state
+
+    def killed(folder: str) -> None:
+        save_state(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.accelerator, "save_state", killed)
+    with pytest.raises(KeyboardInterrupt):
+        training.save(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]

@@ -1,0 +1,1 @@
+"""Objectives and the loop that fits a drafter to target records."""

@@ -1,0 +1,51 @@
+"""The target's distribution on the draft vocabulary, rebuilt from stored states."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..data.target import Target
+from ..data.warp import Law, log_probs
+from ..drafters.base import TrainBatch
+
+
+@dataclass(frozen=True)
+class DraftVocabularyP:
+    """log p over the draft vocabulary under a law, from the target's final hidden states.
+
+    At temperature 1 without truncation the stored log-partition makes the rows of the draft
+    vocabulary enough; any other law is a function of all logits and costs the full head.
+    """
+
+    target: Target
+    draft_ids: Tensor | None
+    law: Law
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, log_z: Tensor) -> Tensor:
+        """`[R, h]`, `[R]` → log p `[R, V_d]`, gathered and never renormalised."""
+        with torch.autocast(hidden.device.type, enabled=False):  # p is what was sampled, exactly
+            if self.draft_ids is not None and self.law == Law(1.0):
+                return self._rows(hidden) - log_z[:, None]
+            log_p = log_probs(self.target.logits(hidden), self.law)  # [R, V]
+            return log_p if self.draft_ids is None else log_p[:, self.draft_ids]
+
+    def _rows(self, hidden: Tensor) -> Tensor:
+        head = self.target.head
+        weight, bias = head.weight[self.draft_ids], getattr(head, "bias", None)
+        chosen = None if bias is None else bias[self.draft_ids]
+        logits = F.linear(hidden.to(weight.dtype), weight, chosen).float()
+        return self.target.finish_logits(logits)
+
+
+def reply_columns(batch: TrainBatch, draft_ids: Tensor | None, width: int) -> Tensor:
+    """Where reply tokens stand in the draft vocabulary of `width` ids: `[R]`, -1 if they do not."""
+    at = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    said = (at >= batch.prompt_lens[:, None]) & (at < batch.lengths[:, None])  # [B, T]
+    tokens = batch.ids[said]  # [R]
+    if draft_ids is None:
+        return tokens.masked_fill(tokens >= width, -1)
+    place = torch.searchsorted(draft_ids, tokens).clamp_max(len(draft_ids) - 1)
+    return place.masked_fill(draft_ids[place] != tokens, -1)
