@@ -120,7 +120,7 @@ class CollectSection:
 class ObjectiveSection:
     """What training minimises."""
 
-    name: str = "lk_hybrid"
+    name: str = "nla"
     """One of the objectives in train/losses.py."""
     eta: float = 3.0
     """Pace of the hybrid objective's change from one divergence to the other."""

@@ -1,7 +1,7 @@
 """The only file that touches the transformers cache API.
 
-A `SlabCache` keeps keys and values of a batch in slabs allocated once. *Slot = position*: token i of
-a row always lies in slot i, so rows may have any lengths, rolling back is setting a length, and
+A `SlabCache` keeps keys and values of a batch in slabs allocated once. *Slot = position*: token i
+of a row always lies in slot i, so rows may have any lengths, rolling back is setting a length, and
 slots at or past a row's length are simply never visible. Nothing is concatenated while decoding.
 """
 
@@ -89,7 +89,8 @@ class SlabCache(Cache):
                 "only full and sliding attention layers can be decoded speculatively"
             )
         self.kinds: tuple[str, ...] = tuple(sorted(set(kinds))) if kinds else ()
-        super().__init__(layers=[_SlabLayer(self) for _ in range(text.num_hidden_layers)])
+        self.slabs = [_SlabLayer(self) for _ in range(text.num_hidden_layers)]
+        super().__init__(layers=list(self.slabs))
         self.device = device
         self.capacity = capacity
         self.lengths: list[int] = [0] * rows
@@ -153,8 +154,8 @@ class SlabCache(Cache):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
-        for layer in self.layers:
-            if layer.is_initialized:
+        for layer in self.slabs:
+            if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys.index_select(0, index)
                 layer.values = layer.values.index_select(0, index)
         self.lengths = [self.lengths[r] for r in rows]
@@ -162,10 +163,9 @@ class SlabCache(Cache):
     def join(self, other: "SlabCache") -> None:
         """Append the rows of another cache of the same model behind this one's rows."""
         self.capacity = other.capacity = max(self.capacity, other.capacity)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.keys = _stack(mine.keys, theirs.keys, self.capacity)
-            mine.values = _stack(mine.values, theirs.values, self.capacity)
-            mine.is_initialized = True
+        for mine, theirs in zip(self.slabs, other.slabs, strict=True):
+            mine.keys = _stack((mine.keys, theirs.keys), self.capacity)
+            mine.values = _stack((mine.values, theirs.values), self.capacity)
         self.lengths = self.lengths + other.lengths
 
 
@@ -177,7 +177,9 @@ def _finish(visible: Tensor, dtype: torch.dtype | None) -> Tensor:
     )
 
 
-def _stack(mine: Tensor | None, theirs: Tensor, slots: int) -> Tensor:
-    parts = [t for t in (mine, theirs) if t is not None]
-    padded = [torch.nn.functional.pad(t, (0, 0, 0, slots - t.shape[2])) for t in parts]
-    return torch.cat(padded)
+def _stack(parts: Sequence[Tensor | None], slots: int) -> Tensor:
+    """Rows of filled slabs, one cache behind the other, all `slots` long."""
+    if any(t is None for t in parts):
+        raise ValueError("only caches that have been written can be joined")
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(t, (0, 0, 0, slots - t.shape[2])) for t in parts if t is not None])

@@ -98,8 +98,8 @@ def _prefill(
 ) -> tuple[list[_Row], SlabCache]:
     lengths = [len(r.ids) for r in requests]
     ids = torch.zeros(len(requests), max(lengths), dtype=torch.long)  # [B, n]
-    for row, request in enumerate(requests):
-        ids[row, : lengths[row]] = torch.tensor(request.ids)
+    for b, request in enumerate(requests):
+        ids[b, : lengths[b]] = torch.tensor(request.ids)
     cache = target.new_cache(len(requests), max(lengths) + settings.max_new_tokens)
     out = target.forward(ids.to(target.device), cache, settings.taps)
     cache.advance(lengths)

@@ -3,8 +3,8 @@
 Decoding multiplies every weight with 1 row, verification with γ+1. The weights' way from memory
 is the floor of both, but BLAS libraries pick poor kernels for a handful of rows, and which form is
 good differs between processors. So each (weight shape, row count) is timed once per machine over
-the honest forms below - all float32, all exact up to rounding order - and the fastest is used by the
-plain and the speculative loop alike.
+the honest forms below - all float32, all exact up to rounding order - and the fastest is used by
+the plain and the speculative loop alike.
 """
 
 import json
@@ -70,9 +70,10 @@ def speed_up_few_rows(*modules: nn.Module) -> None:
     """
     for module in modules:
         for layer in module.modules():
-            if type(layer) is nn.Linear and layer.weight.device.type == "cpu":
-                if layer.weight.dtype == torch.float32:
-                    _convert(layer)
+            if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
+                continue
+            if layer.weight.dtype == torch.float32:
+                _convert(layer)
 
 
 def _convert(layer: nn.Linear) -> None:

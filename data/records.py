@@ -1,4 +1,4 @@
-"""What is kept of one conversation: its tokens, the law they were drawn from, the target's states."""
+"""What is kept of a conversation: its tokens, the law they were drawn from, the target's states."""
 
 import hashlib
 from dataclasses import dataclass

@@ -63,7 +63,9 @@ class RecordStore:
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); delete {folder} to begin anew") from error
+            raise UserError(
+                f"{path} is damaged ({error}); delete its folder to begin anew"
+            ) from error
         if manifest.get("format") != FORMAT:
             raise UserError(f"{path} has format {manifest.get('format')}; this version reads 1")
         return cls(folder, manifest["settings"], manifest["complete"])

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -54,9 +54,9 @@ class Target:
     provenance: dict[str, Any]
     eos_ids: tuple[int, ...]
     vocab_size: int
-    """Ids that exist: rows of the head, less the padding rows past the tokenizer."""
+    """Ids that exist: those of the tokenizer, less any that the head has no row for."""
     body: nn.Module = field(init=False)
-    head: nn.Module = field(init=False)
+    head: nn.Linear = field(init=False)
     layers: nn.ModuleList = field(init=False)
     _captured: dict[int, Tensor] = field(default_factory=dict)
     _hooked: set[int] = field(default_factory=set)
@@ -69,7 +69,8 @@ class Target:
                 f"target '{self.provenance['name']}' ({self.model.config.model_type}) has no "
                 "separate language-model head; draftsmith needs a decoder-only causal LM"
             )
-        self.head = head
+        self.head = cast(nn.Linear, head)  # or what has its weight and bias
+        self.vocab_size = min(self.vocab_size, self.head.weight.shape[0])
         self.layers = _decoder_layers(self.body, self.num_layers)
 
     @property
@@ -83,6 +84,11 @@ class Target:
     @property
     def hidden_size(self) -> int:
         return int(self.text_config.hidden_size)
+
+    @property
+    def embedding(self) -> Tensor:
+        """Weights of the input embedding, `[rows, h]`."""
+        return cast(nn.Embedding, self.model.get_input_embeddings()).weight
 
     @property
     def device(self) -> torch.device:
@@ -170,13 +176,12 @@ def load_target(section: TargetSection, few_rows: bool = True) -> Target:
     model, tokenizer = _load(place, section)
     model.requires_grad_(False)
     model.eval()
-    rows = int(model.get_output_embeddings().weight.shape[0])
     target = Target(
         model=model,
         tokenizer=tokenizer,
         provenance=provenance,
         eos_ids=_eos_ids(model, tokenizer),
-        vocab_size=min(rows, len(tokenizer)),
+        vocab_size=len(tokenizer),
     )
     _describe(target)
     _check_rebuild(target)
@@ -210,7 +215,7 @@ def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrain
     try:
         config = AutoConfig.from_pretrained(place, **options)
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
             dtype=pick_dtype(section.dtype, device, config),
@@ -224,6 +229,7 @@ def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrain
             f"'{embedded.NAME}' (needs no network), a local model folder, or a Hub id that is "
             "reachable or already in the Hub cache"
         ) from error
+    model, info = loaded
     if info["missing_keys"]:  # transformers would go on with random values
         raise UserError(
             f"target '{section.name}' lacks the weights {sorted(info['missing_keys'])[:3]} (of "

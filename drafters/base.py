@@ -1,7 +1,7 @@
 """The contract every drafter family keeps: one train-time forward, one decode-time protocol.
 
-Both are stated for ragged batches. Positions count from 0 in prompt plus reply; *reply token r* of a
-conversation is its token `prompt_len + r`. Reply token 0 comes from prefill and is never drafted.
+Both are stated for ragged batches. Positions count from 0 in prompt plus reply; *reply token r* of
+a conversation is its token `prompt_len + r`. Reply token 0 comes from prefill and is never drafted.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,11 +73,13 @@ class Drafter(Protocol):
     """Target layers (0-based outputs) whose states it reads; empty for a standalone LM."""
     one_pass: bool
     """True if q of a token does not depend on where the round began (a draft LM)."""
-    draft_ids: Tensor | None
-    """Target ids of a reduced draft vocabulary `[V_d]`, ascending; None for the full one."""
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary `[V_d]`, ascending; None for the full one."""
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
-        """Step k of the result predicts reply tokens r ≥ 1 + k. One step for `one_pass` families."""
+        """Step k of the result predicts reply tokens r ≥ 1 + k; one step if `one_pass`."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Draft logits `[N, h_d] -> [N, V_d]`."""

@@ -1,7 +1,7 @@
 """Save and load drafters. A saved drafter *is* its engine layout, plus one file of our own.
 
-`draftsmith.json` names the family, the target it was trained for (tokenizer hash included) and, for a
-standalone LM with a reduced vocabulary, its ids. Everything else is what engines read.
+`draftsmith.json` names the family, the target it was trained for (tokenizer hash included) and, for
+a standalone LM with a reduced vocabulary, its ids. Everything else is what engines read.
 """
 
 import hashlib
@@ -89,8 +89,7 @@ def load_drafter(folder: Path, target: Target) -> Drafter:
     own = read_own(folder)
     _check_tokens(folder, own, target)
     if own["family"] == "eagle3":
-        embedding = target.model.get_input_embeddings().weight
-        drafter: Drafter = eagle3_flat.read(folder, embedding.cpu())
+        drafter: Drafter = eagle3_flat.read(folder, target.embedding.cpu())
     else:
         ids = own["draft_ids"]
         drafter = hf_causal.read(folder, None if ids is None else torch.tensor(ids))

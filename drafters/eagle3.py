@@ -64,12 +64,9 @@ class _Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        h, d = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.d = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            d,
-        )
+        h, self.heads = config.hidden_size, config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads or self.heads
+        self.d = d = config.head_dim or h // self.heads
         self.q_proj = nn.Linear(2 * h, self.heads * d, bias=False)
         self.k_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
         self.v_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
@@ -154,8 +151,8 @@ class Eagle3Drafter(nn.Module):
     ) -> "Eagle3Drafter":
         """A head for `target`; norms, embedding and (by default) the layer start from its own."""
         drafter = cls(_llama_config(target), config.resolved_taps(target.num_layers), draft_ids)
-        weights = target.model.get_input_embeddings().weight.detach()
-        drafter.embed_tokens.weight.data.copy_(weights[: drafter.config.vocab_size])
+        embedding = target.embedding.detach()[: drafter.config.vocab_size]
+        drafter.embed_tokens.weight.data.copy_(embedding)
         drafter.lm_head.weight.data.copy_(target.head.weight.detach()[draft_ids])
         std = float(getattr(target.text_config, "initializer_range", 0.02))
         for name, parameter in drafter.named_parameters():
@@ -172,7 +169,7 @@ class Eagle3Drafter(nn.Module):
         return self.lm_head(self.norm(hidden))
 
     def _fuse(self, taps: Tensor) -> Tensor:
-        """States of tapped layers `[B, n, L*h] -> [B, n, h]`; the target may run in another dtype."""
+        """Tapped states `[B, n, L*h] -> [B, n, h]`; the target may run in another dtype."""
         return self.fc(taps.to(self.fc.weight.dtype))
 
     # ---- training
@@ -319,15 +316,14 @@ def _copy_last_layer(drafter: Eagle3Drafter, target: Target) -> None:
         w is not None and w.shape == mine[name][:, h:].shape for name, w in halves.items()
     )
     norms = (final, getattr(layer, "input_layernorm", None))
-    if not fits or not all(_multiplies(norm) for norm in norms):
+    if not fits or final is None or not all(_multiplies(norm) for norm in norms):
         return
     for name, weight in pairs.items():
         mine[name].copy_(weight)
     for name, weight in halves.items():
         mine[name][:, h:].copy_(weight)
     drafter.fc.weight.data[:, -h:] += torch.eye(h)
-    assert isinstance(final, nn.Module)
-    drafter.norm.weight.data.copy_(final.weight.detach())
+    drafter.norm.load_state_dict(final.state_dict())
 
 
 @torch.no_grad()

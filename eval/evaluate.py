@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash
-from ..configs.recipe import Recipe
+from ..configs.recipe import EvalSection, Recipe
 from ..data.collect import held_out, law_of
 from ..data.files import write_json
 from ..data.gather import Request
@@ -113,7 +113,7 @@ def _cells(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
 
 def _calibration(recipe: Recipe, store: RecordStore, cells: Sequence[Cell]) -> list[Request]:
     """Prompts to measure costs on: training ones, or held-out ones that are not timed."""
-    timed = {r.prompt_id for c in cells for r in _timed(c, recipe.eval.timing_prompts)}
+    timed = {r.prompt_id for c in cells for r in _timed(c, recipe.eval)}
     measured = [r for c in cells for r in c.records]
     pool = list(store.records("train")) or [r for r in measured if r.prompt_id not in timed]
     chosen: dict[str, Record] = {}
@@ -196,7 +196,7 @@ class _Run:
         timings = {}
         for cell in cells:
             self.console.print(f"time      {cell.name}")
-            requests = [_request(r) for r in _timed(cell, section.timing_prompts)]
+            requests = [_request(r) for r in _timed(cell, section)]
             timings[cell.name] = time_cell(
                 self.target, self.drafter, requests, section.timing_tokens,
                 (section.num_draft_tokens, *section.timed_lengths), section.verifier,
@@ -204,9 +204,15 @@ class _Run:
         return costs, timings, {**ratio.to_dict(), "context": context}
 
 
-def _timed(cell: Cell, count: int) -> list[Record]:
-    """The prompts to time: those with the longest replies, so that every one has enough tokens."""
-    return sorted(cell.records, key=lambda r: (-len(r.reply), r.key))[:count]
+def _timed(cell: Cell, section: EvalSection) -> list[Record]:
+    """The prompts to time: first those whose reply is long enough, in the order of their ids.
+
+    Ids are hashes, so the choice favours no kind of prompt (the longest replies tend to be loops,
+    which are easy to draft).
+    """
+    enough = section.timing_tokens
+    ranked = sorted(cell.records, key=lambda r: (-min(len(r.reply), enough), r.key))
+    return ranked[: section.timing_prompts]
 
 
 def _cell_row(

@@ -5,12 +5,17 @@ import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ..configs.errors import UserError
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
+
+if TYPE_CHECKING:  # torch and transformers load when a command runs, not for --help
+    from ..data.store import RecordStore
+    from .pipeline import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--records", type=Path, help="a record folder; default: collect first")
     measure = _add(commands, "eval", "measure a drafter on held-out prompts", _eval)
     measure.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
+    measure.add_argument("--records", type=Path, help="a record folder; default: collect first")
     measure.add_argument(
         "--prompts",
         action="append",
@@ -86,10 +92,17 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def _run(recipe: Recipe, runs: Path):  # type: ignore[no-untyped-def]
+def _run(recipe: Recipe, runs: Path) -> "Run":
     from .pipeline import Run
 
     return Run(recipe, runs / recipe.name, Console())
+
+
+def _store(args: argparse.Namespace, run: "Run", drafter: Path | None = None) -> "RecordStore":
+    """The records named on the command line, or the recipe's own."""
+    from ..data.store import RecordStore
+
+    return run.collect(drafter) if args.records is None else RecordStore.open(args.records)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -112,11 +125,8 @@ def _collect(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from ..data.store import RecordStore
-
     run = _run(_recipe(args), args.runs)
-    store = run.collect() if args.records is None else RecordStore.open(args.records)
-    run.console.print(f"drafter: {run.train(store)}")
+    run.console.print(f"drafter: {run.train(_store(args, run))}")
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -129,7 +139,7 @@ def _eval(args: argparse.Namespace) -> None:
     run = _run(recipe, args.runs)
     if args.prompts and args.drafter is None:
         raise UserError("--prompts measures a trained drafter: name its folder with --drafter")
-    store = run.collect(args.drafter)
+    store = _store(args, run, args.drafter)
     drafter = args.drafter or run.train(store)
     report = run.evaluate(store, drafter)
     print_report(read_report(report / "report.json"), run.console)

@@ -155,4 +155,5 @@ def with_prompts(recipe: Recipe, sources: list[str], max_rows: int | None) -> Re
         name, _, source = entry.rpartition("=")
         label = name or Path(source).stem
         domains.append(DomainSection(label, source, holdout=1.0, max_rows=max_rows))
-    return replace(recipe, domains=tuple(domains), name=f"{recipe.name}-{recipe_hash(domains)[:6]}")
+    changed = replace(recipe, domains=tuple(domains))
+    return replace(changed, name=f"{recipe.name}-{recipe_hash(changed)[:6]}")

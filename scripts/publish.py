@@ -49,7 +49,8 @@ def publish(
         save_drafter(drafter, written, target, own["trained"], dtype)
         card = model_card(report, own["layout"], base, section.licence)
         (written / "README.md").write_text(card, encoding="utf-8")
-        _compare(load_drafter(drafter_folder, target), load_drafter(written, target), section.dtype)
+        trained = load_drafter(drafter_folder, target)
+        _compare(trained, load_drafter(written, target), section.dtype, target.vocab_size)
         for path in written.iterdir():
             shutil.move(path, part / path.name)
         written.rmdir()
@@ -58,10 +59,10 @@ def publish(
 
 
 @torch.inference_mode()
-def _compare(trained: Any, written: Any, dtype: str) -> None:
+def _compare(trained: Any, written: Any, dtype: str, vocab_size: int) -> None:
     """Compare draft logits on noise that passes through every weight."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 200, (1, _PROBE_ROWS), generator=generator)
+    ids = torch.randint(vocab_size, (1, _PROBE_ROWS), generator=generator)
     results = []
     for drafter in (trained, written):
         drafter.float()
@@ -75,7 +76,7 @@ def _compare(trained: Any, written: Any, dtype: str) -> None:
 
         def draw(logits: torch.Tensor, k: int, seen: list[torch.Tensor] = seen) -> torch.Tensor:
             seen.append(logits)
-            return torch.full((1,), 5, device=logits.device)
+            return ids[:, k].to(logits.device)
 
         drafter.propose(state, 2, draw)
         results.append(torch.cat(seen))

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from accelerate import PartialState
 from rich.console import Console
 
 from draftsmith.configs.errors import UserError
 from draftsmith.configs.load import load_recipe
 from draftsmith.data.store import RecordStore
-from draftsmith.data.target import load_target
+from draftsmith.data.target import load_target, pick_device
 from draftsmith.train.loop import train
 
 
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.config, args.overrides)
         store = RecordStore.open(args.records)
+        # First, so that each process of several loads the target onto its own device.
+        PartialState(cpu=pick_device(recipe.target.device).type == "cpu")
         target = load_target(recipe.target, few_rows=False)
         print(train(recipe, target, store, args.out, Console(stderr=True)))
     except UserError as error:

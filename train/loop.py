@@ -66,7 +66,7 @@ def train(
         return drafter_folder
     set_seed(recipe.seed)
     section = recipe.train
-    accelerator = _accelerator(section)
+    accelerator = _accelerator(section, target)
     data = load_data(recipe, target, store)
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     drafter = new_drafter(config, target, data.training)
@@ -103,15 +103,13 @@ def _refuse_other(folder: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _accelerator(section: TrainSection) -> Accelerator:
+def _accelerator(section: TrainSection, target: Target) -> Accelerator:
+    on_cpu = target.device.type == "cpu"
     precision = section.mixed_precision
     if precision == "auto":
-        good = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        precision = "bf16" if good else "no"
-    trackers = [] if section.wandb == "off" else ["wandb"]
-    return Accelerator(
-        mixed_precision=precision, log_with=trackers, cpu=not torch.cuda.is_available()
-    )
+        precision = "bf16" if not on_cpu and torch.cuda.is_bf16_supported() else "no"
+    trackers = None if section.wandb == "off" else "wandb"
+    return Accelerator(mixed_precision=precision, log_with=trackers, cpu=on_cpu)
 
 
 def load_data(recipe: Recipe, target: Target, store: RecordStore) -> Data:

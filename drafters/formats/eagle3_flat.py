@@ -1,8 +1,9 @@
 """The flat EAGLE-3 layout that vLLM, SGLang and TensorRT-LLM load.
 
 Layer ids are written in both conventions: nested, 0-based layer *outputs* (SGLang); top level, the
-same plus one, the layer whose *input* is read (vLLM). RoPE is written in both spellings, because old
-readers silently fall back to base 10,000. `d2t` is an offset: target id = draft id + d2t[draft id].
+same plus one, the layer whose *input* is read (vLLM). RoPE is written in both spellings, because
+old readers silently fall back to base 10,000. `d2t` is an offset: target id = draft id + d2t[draft
+id].
 """
 
 import json
@@ -41,7 +42,7 @@ def engine_config(
     config: LlamaConfig, taps: tuple[int, ...], draft_vocab_size: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """`config.json` as engines read it."""
-    rope = dict(config.rope_parameters)
+    rope: dict[str, Any] = {**(config.rope_parameters or {})}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -95,11 +96,10 @@ def read(folder: Path, embedding: Tensor) -> Eagle3Drafter:
 
 def _draft_ids(raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Tensor:
     """Target ids of the draft vocabulary `[V_d]`, from both maps, which are taken out."""
-    maps = [tensors.pop(name, None) for name in ("d2t", "t2d")]
-    for name, tensor in zip(("d2t", "t2d"), maps, strict=True):
-        if tensor is None:
+    for name in ("d2t", "t2d"):
+        if name not in tensors:
             raise UserError(f"{folder}: tensor '{name}' (of the draft vocabulary) is missing")
-    offsets, known = maps
+    offsets, known = tensors.pop("d2t"), tensors.pop("t2d")
     size, vocab = raw.get("draft_vocab_size"), raw.get("vocab_size")
     if tuple(offsets.shape) != (size,) or tuple(known.shape) != (vocab,):
         raise UserError(

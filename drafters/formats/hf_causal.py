@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +16,8 @@ from .config import old_rope
 
 def write(drafter: CausalDrafter, folder: Path, dtype: torch.dtype) -> None:
     """Write config, weights and a clean generation config into an existing folder."""
-    model = copy.deepcopy(drafter.model).to(dtype)  # saving must not round the live weights
+    model: Any = copy.deepcopy(drafter.model)
+    model.to(dtype)  # of the copy: saving must not round the live weights
     # Sampling settings copied from a target can make save_pretrained raise before any weights
     # are written; a drafter needs none of them.
     model.generation_config = GenerationConfig(
@@ -41,12 +43,13 @@ def _spell_old_names(path: Path) -> None:
 def read(folder: Path, draft_ids: torch.Tensor | None = None) -> CausalDrafter:
     """Load a causal LM folder; raises `UserError` naming any tensor that does not fit."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load draft LM {folder}: {reason}") from error
+    model, info = loaded
     faults = [f"'{name}' is missing" for name in sorted(info["missing_keys"])]
     faults += [f"'{name}' is unexpected" for name in sorted(info["unexpected_keys"])]
     for name, found, expected in sorted(info["mismatched_keys"]):

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def alone(target: Target, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Final states `[T, h]` and logits `[T, V]` of one row, by the model itself, without a cache."""
+    """Final states `[T, h]` and logits `[T, V]` of one row, by the model itself, uncached."""
     row = torch.tensor([ids])
     with torch.no_grad():
         out = target.model(input_ids=row, use_cache=False, output_hidden_states=True)

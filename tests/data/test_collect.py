@@ -1,5 +1,6 @@
 """Collecting: which requests are made, and that a run stopped anywhere ends as one that was not."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_a_damaged_shard_is_redone(
     path = store.shards()[number]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     answers = Answers(monkeypatch)
-    console = Console(record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, file=io.StringIO())
     collect(recipe(), tiny_target, TAPS, PROMPTS, tmp_path, console)
     assert path.name in console.export_text()
     assert len(answers.asked) == 3

@@ -41,7 +41,7 @@ def requests(law: Law, lengths: Sequence[int] = LENGTHS) -> list[Request]:
 
 
 def forced(target: Target, record: Record) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Head inputs `[R, h]`, log_z `[R]` and taps `[T-1, L*h]` by the model alone, one row, no cache."""
+    """Head inputs `[R, h]`, log_z `[R]`, taps `[T-1, L*h]` by the model itself, uncached."""
     with torch.no_grad():
         out = target.model(
             input_ids=record.ids[None, :-1], output_hidden_states=True, use_cache=False
@@ -267,4 +267,4 @@ def test_seeds_and_uniforms_are_the_requests_own() -> None:
     assert stream.dtype == torch.float64
     assert torch.equal(row_uniforms(5, 40), stream[:40])  # a longer limit draws the same words
     assert not torch.equal(row_uniforms(6, 40), stream[:40])
-    assert 0 <= float(stream.min()) and float(stream.max()) < 1
+    assert float(stream.min()) >= 0 and float(stream.max()) < 1

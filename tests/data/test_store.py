@@ -22,7 +22,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def record(number: int, split: str = "train", states: bool = True, law: Law = Law(0.7)) -> Record:
+WARM = Law(0.7)
+
+
+def record(number: int, split: str = "train", states: bool = True, law: Law = WARM) -> Record:
     """Record `number` has a length of its own, and values that no other has."""
     prompt, reply = 3 + number % 4, 1 + number % 5
     generator = torch.Generator().manual_seed(number)

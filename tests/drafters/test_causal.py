@@ -153,7 +153,9 @@ def steps_by_token(drafter: CausalDrafter, batch: TrainBatch) -> dict[tuple[int,
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["full", "reduced"])
-def test_unrolled_logits_are_those_of_each_row_alone(any_target: Target, ids: Tensor | None) -> None:
+def test_unrolled_logits_are_those_of_each_row_alone(
+    any_target: Target, ids: Tensor | None
+) -> None:
     drafter = CausalDrafter.from_target(any_target, CausalConfig(layers=(0, 1, 3)), ids).eval()
     records = conversations()
     found = steps_by_token(drafter, collate(records, ["chat"]))
@@ -177,60 +179,78 @@ def test_everything_is_trained(tiny_target: Target) -> None:
 # ---- decoding
 
 
-@pytest.mark.parametrize("ids", [None, SOME], ids=["full", "reduced"])
-def test_decoding_equals_training(any_target: Target, ids: Tensor | None) -> None:
-    """After rounds of full, partial and no acceptance, of rows with different counts: draft logits
-    are those of the committed words with the drafted ones behind them, from scratch."""
-    drafter = CausalDrafter.from_target(any_target, CausalConfig(layers=(0, 2)), ids).eval()
-    records = conversations()
-    unrolled = steps_by_token(drafter, collate(records, ["chat"]))
-    lengths = [r.prompt_len for r in records]
-    prompts = torch.full((2, max(lengths)), 7)
-    for b, record in enumerate(records):
-        prompts[b, : lengths[b]] = record.ids[: lengths[b]]
-    state = drafter.start(2, 24)
-    said, alive = [0, 0], [0, 1]
-    with torch.no_grad():
-        drafter.prefill(state, prompts, lengths, no_taps(2, max(lengths)))
-    counts, kinds, number = [1, 1], set(), 0
-    while alive:
-        tokens = torch.full((len(alive), max(counts) + 1), 9)  # others stand behind the counted
-        for b, (row, count) in enumerate(zip(alive, counts, strict=True)):
-            at = records[row].prompt_len + said[row]
-            tokens[b, :count] = records[row].ids[at : at + count]
-            said[row] += count
-        drafter.commit(state, tokens, counts, no_taps(*tokens.shape))
-        keep = [b for b, row in enumerate(alive) if said[row] < len(records[row].reply)]
-        if len(keep) < len(alive):
-            alive = [alive[b] for b in keep]
-            if not alive:
-                break
-            state.select(keep)
-        right = [(number + 2 * row) % (STEPS + 1) for row in alive]
-        right = [min(a, len(records[row].reply) - said[row]) for a, row in zip(right, alive, strict=True)]
+class Decoding:
+    """Drives the decode protocol over known conversations; rows leave when they have said all."""
+
+    def __init__(self, drafter: CausalDrafter, records: Sequence[Record]):
+        self.drafter, self.records = drafter, list(records)
+        self.said = [0 for _ in records]
+        self.places = list(range(len(records)))
+        lengths = [r.prompt_len for r in records]
+        ids = torch.full((len(records), max(lengths)), 7)
+        for b, record in enumerate(records):
+            ids[b, : lengths[b]] = record.ids[: lengths[b]]
+        self.state = drafter.start(len(records), 24)
+        with torch.no_grad():
+            drafter.prefill(self.state, ids, lengths, no_taps(*ids.shape))
+
+    def left(self, row: int) -> int:
+        return len(self.records[row].reply) - self.said[row]
+
+    def emit(self, counts: Sequence[int]) -> None:
+        """Commit the next true tokens; behind the counted ones stand others."""
+        counts = [min(count, self.left(row)) for row, count in enumerate(counts)]
+        tokens = torch.full((len(counts), max(counts) + 1), 9)
+        for b, (record, count) in enumerate(zip(self.records, counts, strict=True)):
+            tokens[b, :count] = record.reply[self.said[b] : self.said[b] + count]
+            self.said[b] += count
+        self.drafter.commit(self.state, tokens, counts, no_taps(*tokens.shape))
+        keep = [row for row in range(len(self.records)) if self.left(row)]
+        self.state.select(keep)
+        for name in ("records", "said", "places"):
+            setattr(self, name, [getattr(self, name)[row] for row in keep])
+
+    def draft(self, right: Sequence[int], count: int = STEPS) -> tuple[Tensor, Tensor]:
+        """Draft logits `[B, count, V_d]` and words, of each row's the first `right` true ones."""
         seen: list[Tensor] = []
+        words = torch.full((len(self.records), count), 11)
+        for b, (record, n) in enumerate(zip(self.records, right, strict=True)):
+            true = record.reply[self.said[b] : self.said[b] + min(n, count)]
+            words[b, : len(true)] = true
 
         def draw(logits: Tensor, k: int) -> Tensor:
             seen.append(logits)
-            words = []
-            for row, a in zip(alive, right, strict=True):
-                words.append(int(records[row].reply[said[row] + k]) if k < a else 11 + k)
-            return torch.tensor(words)
+            return words[:, k]
 
         with torch.no_grad():
-            drafted = drafter.propose(state, STEPS, draw)
-        for b, row in enumerate(alive):
-            known = records[row].ids[: records[row].prompt_len + said[row]]
-            expected = alone(drafter, torch.cat([known, drafted[b]]))
-            for k in range(STEPS):
-                assert (seen[k][b] - expected[len(known) - 1 + k]).abs().max() < TOLERANCE
-            for k in range(right[b]):
-                assert (seen[k][b] - unrolled[row, said[row] + k]).abs().max() < TOLERANCE
+            assert torch.equal(self.drafter.propose(self.state, count, draw), words)
+        return torch.stack(seen, 1), words
+
+    def expected(self, row: int, words: Tensor) -> Tensor:
+        """From scratch: what the draft says behind the committed words and each drafted one."""
+        known = self.records[row].ids[: self.records[row].prompt_len + self.said[row]]
+        return alone(self.drafter, torch.cat([known, words[row]]))[len(known) - 1 : -1]
+
+
+@pytest.mark.parametrize("ids", [None, SOME], ids=["full", "reduced"])
+def test_decoding_equals_training(any_target: Target, ids: Tensor | None) -> None:
+    """In rounds of full, partial and no acceptance, whatever the other row accepts."""
+    drafter = CausalDrafter.from_target(any_target, CausalConfig(layers=(0, 2)), ids).eval()
+    records = conversations()
+    unrolled = steps_by_token(drafter, collate(records, ["chat"]))
+    run = Decoding(drafter, records)
+    run.emit([1, 1])
+    number, kinds = 0, set()
+    while run.records:
+        right = [(number + 2 * place) % (STEPS + 1) for place in run.places]
+        logits, words = run.draft(right)
+        for row, place in enumerate(run.places):
+            assert (logits[row] - run.expected(row, words)).abs().max() < TOLERANCE
+            for k in range(min(right[row] + 1, run.left(row), STEPS)):
+                same = unrolled[place, run.said[row] + k]
+                assert (logits[row, k] - same).abs().max() < TOLERANCE
         kinds |= set(right)
-        counts = [
-            min(a + 1, len(records[row].reply) - said[row])
-            for a, row in zip(right, alive, strict=True)
-        ]
+        run.emit([n + 1 for n in right])
         number += 1
     assert kinds == {0, 1, 2, 3}  # none, some, all
 
@@ -238,15 +258,9 @@ def test_decoding_equals_training(any_target: Target, ids: Tensor | None) -> Non
 def test_a_draft_of_one_token(tiny_target: Target) -> None:
     """With one token drafted, full acceptance leaves two words that the draft has not seen."""
     drafter = CausalDrafter.from_target(tiny_target, CausalConfig(layers=(0, 1)), None).eval()
-    (record,) = conversations((4,), (9,))
-    state = drafter.start(1, 4)
-    ids = record.ids[None]
-    with torch.no_grad():
-        drafter.prefill(state, ids[:, :4], [4], no_taps(1, 4))
-        drafter.commit(state, ids[:, 4:5], [1], no_taps(1, 1))
-        for at in (5, 7, 9):
-            seen: list[Tensor] = []
-            word = ids[:, at]
-            drafter.propose(state, 1, lambda logits, k, word=word, seen=seen: seen.append(logits) or word)
-            assert (seen[0][0] - alone(drafter, record.ids[:at])[-1]).abs().max() < TOLERANCE
-            drafter.commit(state, ids[:, at : at + 2], [2], no_taps(1, 2))
+    run = Decoding(drafter, conversations((4,), (9,)))
+    run.emit([1])
+    while run.records:
+        logits, words = run.draft([1], count=1)
+        assert (logits[0] - run.expected(0, words)).abs().max() < TOLERANCE
+        run.emit([2])

@@ -42,7 +42,10 @@ def test_sections() -> None:
     [
         ({"family": "eagel3"}, r"'eagel3' in r\.yaml.*did you mean 'eagle3'"),
         ({}, "unknown drafter.family 'None'"),
-        ({"family": "eagle3", "draft_vocabsize": 9}, r"r\.yaml.*drafter\.draft_vocabsize"),
+        (
+            {"family": "eagle3", "draft_vocabsize": 9},
+            r"drafter\.draft_vocabsize.*r\.yaml.*draft_vocab_size",
+        ),
         ({"family": "eagle3", "layers": [0]}, "layers"),
         ({"family": "causal", "draft_vocab_size": "many"}, "draft_vocab_size"),
     ],
@@ -70,3 +73,23 @@ def test_new_drafters(tiny_target: Target) -> None:
     assert torch.equal(some.draft_ids, head.draft_ids)  # both take the target's mass
     with pytest.raises(UserError, match="exceeds the target's 400"):
         new_drafter(Eagle3Config(taps=(0, 1, 2)), tiny_target, records())
+
+
+def test_default_taps() -> None:
+    assert Eagle3Config().resolved_taps(30) == (1, 14, 28)
+    assert Eagle3Config(taps=(2, 15, 27)).resolved_taps(30) == (2, 15, 27)
+    with pytest.raises(UserError, match="between 0 and 28"):
+        Eagle3Config(taps=(2, 15, 29)).resolved_taps(30)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"taps": (1, 2)}, "three layers"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({"init": "zeros"}, "init"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Eagle3Config(**options)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def make_drafter() -> DrafterFactory:
         family, _, reduced = kind.partition(" ")
         drafter: Eagle3Drafter | CausalDrafter
         if family == "eagle3":
-            config = Eagle3Config(draft_vocab_size=size, init="random")
+            config = Eagle3Config(draft_vocab_size=size)
             drafter = Eagle3Drafter.from_target(
                 target, config, ids if reduced else torch.arange(size)
             )

@@ -97,7 +97,7 @@ def test_sampled_rounds_are_known_in_the_mean(
     decoded = np.array([[len(o.ids) - 1, len(o.rounds)] for o in outputs], dtype=float)
     value, error = ratio(estimated)
     other, other_error = ratio(decoded)
-    assert 1.1 < value < gamma + 0.9
+    assert 1.05 < value < gamma + 0.9
     assert abs(value - other) < 4 * np.hypot(error, other_error)
     assert error < 0.05 and other_error < 0.06, "a difference of a tenth would show"
 

@@ -243,16 +243,25 @@ def test_costs_are_calibrated_on_other_prompts_than_the_timed_ones(world: World)
             return super().records("heldout") if split != "train" else iter(())
 
     store = HeldOutOnly(world.store.folder, world.store.settings, True)
-    timed = {r.prompt_id for c in cells for r in module._timed(c, 2)}
+    section = replace(world.recipe.eval, timing_prompts=2)
+    timed = {r.prompt_id for c in cells for r in module._timed(c, section)}
     left = {r.prompt_id for c in cells for r in c.records} - timed
     chosen = module._calibration(world.recipe, store, cells)
     assert left and {r.prompt_id for r in chosen} <= left
 
 
-def test_the_longest_replies_are_timed(world: World) -> None:
+def test_replies_that_are_long_enough_are_timed_first_and_in_order_of_their_ids(
+    world: World,
+) -> None:
     (cell, *_) = module._cells(world.recipe, list(world.store.records("heldout")))
-    lengths = [len(r.reply) for r in module._timed(cell, 2)]
-    assert lengths == sorted((len(r.reply) for r in cell.records), reverse=True)[:2]
+    lengths = sorted(len(r.reply) for r in cell.records)
+    enough = lengths[len(lengths) // 2]
+    section = replace(world.recipe.eval, timing_prompts=len(lengths), timing_tokens=enough)
+    timed = module._timed(cell, section)
+    long = [r.key for r in timed if len(r.reply) >= enough]
+    short = [len(r.reply) for r in timed if len(r.reply) < enough]
+    assert long == sorted(long) and long == [r.key for r in timed[: len(long)]]
+    assert short == sorted(short, reverse=True)
 
 
 def test_a_law_without_records_is_refused(world: World, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_draft_lm_goes_the_same_way(recipe_file: Path, tmp_path: Path) -> None
         (["domains.0.source=cod"], ["no prompts at 'cod'", "did you mean 'code'"]),
         (["domains.0.holdout=2"], ["domains.0.holdout", "between 0 and 1", "2"]),
         (["target.name=/no/such/model"], ["cannot load target '/no/such/model'", "local model"]),
-        (["target.dtype=int7"], ["target.dtype", "'float32'"]),
+        (["publish.dtype=int7"], ["publish.dtype", "'float32'"]),
     ],
 )
 def test_a_wrong_option_is_one_sentence(

@@ -37,7 +37,7 @@ def records(tiny_target: Target) -> list[Record]:
         ids = torch.randint(3, tiny_target.vocab_size, (3 + i % 9,), generator=generator)
         split = "heldout" if i % 4 == 3 else "train"
         law = Law((0.7, 1.0)[i % 2])
-        requests.append(Request(f"p{i}", "ab"[i % 2], split, tuple(ids.tolist()), law, i))
+        requests.append(Request(f"p{i}", "ab"[i // 4 % 2], split, tuple(ids.tolist()), law, i))
     settings = GatherSettings(LIMIT, batch_size=8, taps=TAPS, keep_states=True)
     full = answer(tiny_target, requests, settings)
     return [cut(r, 1 + (5 * i) % LIMIT) for i, r in enumerate(full)]
@@ -62,7 +62,7 @@ def make_recipe(tiny_target: Target) -> RecipeFactory:
     """`make_recipe(family, **train options)`: a recipe for 12 short steps."""
 
     def make(family: str = "eagle3", **options: Any) -> Recipe:
-        small: dict[str, Any] = {"draft_vocab_size": 100} if family == "eagle3" else {}
+        small = {"eagle3": {"draft_vocab_size": 100}, "causal": {"layers": [0, 3]}}[family]
         train: dict[str, Any] = {
             "steps": 12,
             "tokens_per_batch": 40,
