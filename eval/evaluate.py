@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class _Run:
                 part = records[start : start + size]
                 self.console.print(f"decode    {law.label}: {start} of {len(records)} prompts")
                 name = f"decode-{law.label}-{start:04d}"
-                rows = self._part(name, lambda part=part: self._decode(part))
+                rows = self._part(name, partial(self._decode, part))
                 found |= {key: Output(**fields) for key, fields in rows.items()}
         return found
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +157,8 @@ def generate_ratio(target: Target, requests: Sequence[Request], tokens: int) -> 
         _wait(target)
         middle = time.perf_counter()
         ids = torch.tensor([request.ids], device=target.device)
-        other = target.model.generate(
+        model: Any = target.model
+        other = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,

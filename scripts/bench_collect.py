@@ -67,6 +67,7 @@ def _ours(target: Target, requests: Sequence[Request], size: int) -> float:
 
 
 def _generate(target: Target, requests: Sequence[Request], size: int) -> float:
+    model: Any = target.model
     pad = target.eos_ids[0]
     made = 0
     start = time.perf_counter()
@@ -75,7 +76,7 @@ def _generate(target: Target, requests: Sequence[Request], size: int) -> float:
         longest = max(map(len, part))
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in part])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part])
-        out = target.model.generate(
+        out = model.generate(
             ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False,
             eos_token_id=list(target.eos_ids), pad_token_id=pad,
         )  # fmt: skip

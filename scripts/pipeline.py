@@ -20,7 +20,7 @@ from ..configs.recipe import DomainSection, Recipe
 from ..data.collect import collect, collect_settings
 from ..data.files import write_json
 from ..data.linear import speed_up_few_rows
-from ..data.prompts import Prompt, load_domains
+from ..data.prompts import Prompt, Rejection, load_domains
 from ..data.store import RecordStore, settings_hash
 from ..data.target import Target, load_target
 from ..drafters.base import Drafter
@@ -67,10 +67,12 @@ class Run:
     def prompts(self) -> list[Prompt]:
         if not self._prompts:
             self._prompts, rejected = load_domains(self.recipe.domains)
-            for rejection in rejected[:10]:
-                self.console.print(f"rejected {rejection}", style="yellow")
-            if len(rejected) > 10:
-                self.console.print(f"... and {len(rejected) - 10} more rows", style="yellow")
+            by_reason: dict[tuple[str, str], list[Rejection]] = {}
+            for rejection in rejected:
+                by_reason.setdefault((rejection.source, rejection.reason), []).append(rejection)
+            for (source, reason), rows in by_reason.items():
+                where = f"{source}: {len(rows)} rows, the first in line {rows[0].line}"
+                self.console.print(f"left out of {where}: {reason}", style="yellow", soft_wrap=True)
         return self._prompts
 
     def taps(self, drafter_folder: Path | None = None) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def held_out_overlap(
     for k in range(steps):
         if count[k].sum() > 0:
             values[f"overlap_step_{k + 1}"] = float(shared[k].sum() / count[k].sum())
-    for i, domain in enumerate(domains):
+    for i, name in enumerate(domains):
         if count[0, i] > 0:
-            values[f"overlap/{domain}"] = float(shared[0, i] / count[0, i])
+            values[f"overlap/{name}"] = float(shared[0, i] / count[0, i])
     return values

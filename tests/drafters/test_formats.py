@@ -152,6 +152,18 @@ def test_either_spelling_is_read(
     assert torch.equal(read.rotary.inv_freq, drafter.rotary.inv_freq)
 
 
+def test_rope_of_a_head_that_is_rotated_whole(load_tiny: Callable[..., Target]) -> None:
+    """GPT-NeoX rotates a quarter of a head, Gemma-3 has a base for each kind of layer: an engine
+    would apply to the draft what its config repeats of that."""
+    neox = load_tiny("gpt_neox")
+    assert neox.text_config.rope_parameters["partial_rotary_factor"] == 0.25
+    assert head(neox).config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    gemma = load_tiny("gemma2")
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    gemma.text_config.rope_parameters = {**kinds, "sliding_attention": {"rope_theta": 1e4}}
+    assert head(gemma).config.rope_parameters == kinds["full_attention"]
+
+
 def test_every_family_is_written_and_read(any_target: Target, tmp_path: Path) -> None:
     drafter = head(any_target)
     eagle3_flat.write(drafter, tmp_path, torch.float32)

@@ -111,7 +111,7 @@ def test_ce_is_the_likelihood_of_the_sampled_token(tiny_target: Target, rows: li
     (sums,) = scorer(batch, 1)
     said = torch.cat([r.reply for r in rows])
     (step,) = scorer.drafter.unroll(batch, 1)
-    log_q = scorer.drafter.head(step.hidden).log_softmax(-1)
+    log_q = scorer.drafter.head(step.hidden).detach().log_softmax(-1)
     expected = -log_q.gather(1, said[step.token][:, None]).sum()
     assert sums.loss.item() == pytest.approx(float(expected), rel=1e-5)
 
