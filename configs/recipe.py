@@ -71,8 +71,6 @@ class DomainSection:
     """Share of prompts kept for evaluation, chosen by hash; 0 trains on all, 1 on none."""
     max_rows: int | None = None
     """Keeps at most this many prompts, chosen by hash; null keeps all."""
-    weight: float = 1.0
-    """How often training draws from this domain, relative to the others."""
     raw: bool = False
     """Sends the bare text, without the chat template: for completion models."""
 
@@ -82,7 +80,6 @@ class DomainSection:
         require(0 <= self.holdout <= 1, "holdout", self.holdout, "between 0 and 1")
         ok = self.max_rows is None or self.max_rows > 0
         require(ok, "max_rows", self.max_rows, "a number above 0, or null")
-        require(0 < self.weight < math.inf, "weight", self.weight, "above 0")
 
 
 PACKAGED_DOMAINS = tuple(
@@ -170,7 +167,7 @@ class TrainSection:
     save_every: int = 200
     """Optimiser steps between checkpoints."""
     keep: int = 2
-    """Checkpoints kept, besides the last and the best."""
+    """Checkpoints kept, the newest ones."""
     eval_every: int = 100
     """Optimiser steps between evaluations on held-out records."""
     eval_conversations: int = 32

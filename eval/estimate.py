@@ -14,6 +14,8 @@ from ..data.records import Record
 from ..data.target import Target
 from ..data.warp import Law, log_probs
 from ..drafters.base import Drafter, Step, TrainBatch
+from ..drafters.batch import collate
+from ..drafters.distribution import DraftVocabularyP, reply_columns
 from ..train.accepted_length import (
     drafted_tokens,
     expected_rounds,
@@ -22,8 +24,6 @@ from ..train.accepted_length import (
     survival_token,
     windows,
 )
-from ..train.batches import collate
-from ..train.distribution import DraftVocabularyP, reply_columns
 from ..train.losses import overlap
 from .intervals import Interval, ratio_interval
 

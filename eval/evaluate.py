@@ -29,8 +29,8 @@ from ..data.store import RecordStore
 from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
+from ..drafters.batch import records_with_states
 from ..drafters.checkpoint import weights_hash
-from ..train.batches import records_with_states
 from .decode import DecodeSettings, Output, decode
 from .estimate import Conversation, captured_mass, estimate, overlap_interval, score
 from .intervals import ratio_interval

@@ -32,15 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:
+        if not _disk_is_full(error):
             raise
+        place = getattr(error, "filename", None) or "while writing"
         print(
-            f"draftsmith: no space left on the disk ({error.filename or 'while writing'}); free "
-            "some and run the same command again",
+            f"draftsmith: no space left on the disk ({place}); free some and run the same command "
+            "again",
             file=sys.stderr,
         )
         return 2
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Whether a write failed for lack of space; safetensors tells its number in words only."""
+    number = getattr(error, "errno", None)
+    return number == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
 
 
 def _parser() -> argparse.ArgumentParser:

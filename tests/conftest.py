@@ -1,6 +1,7 @@
 """Small stand-ins: no test needs a network or a downloaded model."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from transformers import (
 )
 
 from draftsmith.configs.recipe import TargetSection
+from draftsmith.data.gather import GatherSettings, Request, answer
+from draftsmith.data.records import Record
 from draftsmith.data.target import Target, load_target
+from draftsmith.data.warp import Law
 
+RECORD_LIMIT = 14  # reply tokens of the longest of `records`
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 # ChatML as SmolLM2 has it: every turn opens and closes, and a system turn is put first.
@@ -161,3 +166,32 @@ def tiny_target(load_tiny: TargetFactory) -> Target:
 def any_target(request: pytest.FixtureRequest, load_tiny: TargetFactory) -> Target:
     """One target of each family; shared like `tiny_target`."""
     return load_tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def records(tiny_target: Target) -> list[Record]:
+    """40 conversations of two domains with states, replies of 1 to 14 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for i in range(40):
+        ids = torch.randint(3, tiny_target.vocab_size, (3 + i % 9,), generator=generator)
+        split = "heldout" if i % 4 == 3 else "train"
+        law = Law((0.7, 1.0)[i % 2])
+        requests.append(Request(f"p{i}", "ab"[i // 4 % 2], split, tuple(ids.tolist()), law, i))
+    settings = GatherSettings(RECORD_LIMIT, batch_size=8, taps=(1, 1, 2), keep_states=True)
+    full = answer(tiny_target, requests, settings)
+    return [cut(r, 1 + (5 * i) % RECORD_LIMIT) for i, r in enumerate(full)]
+
+
+def cut(record: Record, reply: int) -> Record:
+    """The record as it would be had the limit been `reply` tokens."""
+    reply = min(reply, len(record.reply))
+    end = record.prompt_len + reply
+    assert record.states is not None
+    states = replace(
+        record.states,
+        hidden=record.states.hidden[:reply],
+        log_z=record.states.log_z[:reply],
+        taps=record.states.taps[: end - 1],
+    )
+    return replace(record, ids=record.ids[:end], states=states)

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 
+from ..configs.errors import UserError
 from ..data.files import whole_folder
 
 _PREFIX = "step-"
@@ -18,24 +19,37 @@ _STATE = "progress.json"
 def save_checkpoint(
     accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], keep: int
 ) -> None:
-    """Save weights, optimiser, schedule and random state of all processes as `step-N`."""
+    """Save weights, optimiser, schedule and random state of all processes as `step-N`.
+
+    Raises `UserError` if it cannot be written; those before it stay whole.
+    """
     final = folder / f"{_PREFIX}{step:06d}"
-    if accelerator.num_processes == 1:
-        with whole_folder(final) as part:
-            accelerator.save_state(str(part))
-            (part / _STATE).write_text(json.dumps({"step": step, **progress}), encoding="utf-8")
-    else:
-        part = folder / f".{final.name}.part"
-        accelerator.save_state(str(part))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            (part / _STATE).write_text(json.dumps({"step": step, **progress}), encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
-            part.rename(final)
-        accelerator.wait_for_everyone()
+    try:
+        _write(accelerator, final, {"step": step, **progress})
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors hide errno
+        raise UserError(
+            f"could not write {final}: {error}; the checkpoints before it are whole, free some "
+            "space and run the same command again"
+        ) from error
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
+
+
+def _write(accelerator: Accelerator, final: Path, progress: dict[str, Any]) -> None:
+    if accelerator.num_processes == 1:
+        with whole_folder(final) as part:
+            accelerator.save_state(str(part))
+            (part / _STATE).write_text(json.dumps(progress), encoding="utf-8")
+    else:
+        part = final.with_name(f".{final.name}.part")
+        accelerator.save_state(str(part))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (part / _STATE).write_text(json.dumps(progress), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+        accelerator.wait_for_everyone()
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -26,11 +26,12 @@ from ..data.records import Record
 from ..data.store import RecordStore, settings_hash
 from ..data.target import Target
 from ..drafters.base import Drafter, TrainBatch
+from ..drafters.batch import collate, records_with_states
 from ..drafters.checkpoint import save_drafter
+from ..drafters.distribution import DraftVocabularyP
 from ..drafters.registry import family_config, new_drafter, resolved_taps
-from .batches import Plan, batches_per_epoch, collate, endless, make_plan, records_with_states
+from .batches import Plan, batches_per_epoch, endless, make_plan
 from .checkpoints import damaged_checkpoints, load_newest, save_checkpoint
-from .distribution import DraftVocabularyP
 from .metrics import Meter, MetricsLog, training_progress
 from .step import Scorer, StepSums, objective_law, scored_tokens
 from .validate import held_out_overlap

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..configs.recipe import ObjectiveSection
 from ..data.warp import Law
 from ..drafters.base import Drafter, TrainBatch
-from .distribution import DraftVocabularyP, reply_columns
+from ..drafters.distribution import DraftVocabularyP, reply_columns
 from .losses import ce, objective, overlap
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

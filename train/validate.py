@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..data.records import Record
-from .batches import collate
+from ..drafters.batch import collate
 from .step import Scorer
 
 _ROWS = 8

@@ -137,7 +137,6 @@ def test_a_mistake_is_named_by_its_dotted_key(tmp_path: Path, text: str, message
     [
         ("domains.0.holdout=1.5", "domains.0.holdout"),
         ("domains.0.max_rows=0", "domains.0.max_rows"),
-        ("domains.0.weight=0", "domains.0.weight"),
         ("domains=[]", "domains"),
         ("serving.laws.1.temperature=-1", "serving.laws.1.temperature"),
         ("serving.laws.1.top_p=0", "serving.laws.1.top_p"),

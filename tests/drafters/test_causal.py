@@ -13,8 +13,8 @@ from draftsmith.data.records import Record, States
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import TrainBatch
+from draftsmith.drafters.batch import collate
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
-from draftsmith.train.batches import collate
 
 TOLERANCE = 1e-4
 STEPS = 3

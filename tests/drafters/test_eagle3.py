@@ -14,8 +14,8 @@ from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Step, TrainBatch, supervised_at, token_index
+from draftsmith.drafters.batch import collate
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.train.batches import collate
 
 STEPS = 4
 TAPS = (0, 1, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from draftsmith.configs.recipe import TargetSection
@@ -266,7 +267,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert "the same command goes on from there" in complaint(capsys)
 
 
-@pytest.mark.parametrize("place", ["collect", "store"])
+@pytest.mark.parametrize("place", ["collect", "store", "drafter"])
 def test_a_full_disk_is_one_sentence(
     place: str,
     recipe_file: Path,
@@ -277,12 +278,15 @@ def test_a_full_disk_is_one_sentence(
     full = raising(OSError(errno.ENOSPC, "No space left on device", "/disk/file"))
     if place == "collect":
         monkeypatch.setattr(pipeline, "collect", full)
-    else:
+    elif place == "store":
         monkeypatch.setattr("draftsmith.data.store.save_file", full)
-    assert main(["collect", str(recipe_file), "--runs", str(tmp_path / "runs")]) == 2
+    else:
+        words = "Error while serializing: I/O error: No space left on device (os error 28)"
+        monkeypatch.setattr("draftsmith.train.loop.save_drafter", raising(SafetensorError(words)))
+    assert main(["train", str(recipe_file), "--runs", str(tmp_path / "runs")]) == 2
     said = complaint(capsys)
     assert "space" in said and "run the same command again" in said
-    assert "/disk/file" in said or "shard-00000" in said
+    assert place == "drafter" or "/disk/file" in said or "shard-00000" in said
 
 
 def test_other_system_errors_keep_their_traceback(

@@ -1,12 +1,10 @@
 """A tiny target's answers, and recipes that train on them within a second."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.configs.recipe import (
     CollectSection,
@@ -16,45 +14,14 @@ from draftsmith.configs.recipe import (
     TrainSection,
 )
 from draftsmith.data.collect import collect_settings
-from draftsmith.data.gather import GatherSettings, Request, answer
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
-from draftsmith.data.warp import Law
 
-TAPS = (1, 1, 2)  # what an EAGLE head reads of four layers
+TAPS = (1, 1, 2)  # as in the records of tests/conftest.py
 LIMIT = 14
 
 RecipeFactory = Callable[..., Recipe]
-
-
-@pytest.fixture(scope="session")
-def records(tiny_target: Target) -> list[Record]:
-    """40 conversations of two domains with states, replies of 1 to 14 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    requests = []
-    for i in range(40):
-        ids = torch.randint(3, tiny_target.vocab_size, (3 + i % 9,), generator=generator)
-        split = "heldout" if i % 4 == 3 else "train"
-        law = Law((0.7, 1.0)[i % 2])
-        requests.append(Request(f"p{i}", "ab"[i // 4 % 2], split, tuple(ids.tolist()), law, i))
-    settings = GatherSettings(LIMIT, batch_size=8, taps=TAPS, keep_states=True)
-    full = answer(tiny_target, requests, settings)
-    return [cut(r, 1 + (5 * i) % LIMIT) for i, r in enumerate(full)]
-
-
-def cut(record: Record, reply: int) -> Record:
-    """The record as it would be had the limit been `reply` tokens."""
-    reply = min(reply, len(record.reply))
-    end = record.prompt_len + reply
-    assert record.states is not None
-    states = replace(
-        record.states,
-        hidden=record.states.hidden[:reply],
-        log_z=record.states.log_z[:reply],
-        taps=record.states.taps[: end - 1],
-    )
-    return replace(record, ids=record.ids[:end], states=states)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 
 from draftsmith.configs.errors import UserError
 from draftsmith.data.records import Record
-from draftsmith.train.batches import Plan, batches_per_epoch, collate, endless, make_plan
+from draftsmith.drafters.batch import collate
+from draftsmith.train.batches import Plan, batches_per_epoch, endless, make_plan
 
 SUPERVISED = (1, 2, 3, 5, 8, 50, 200, 0, 7, 7, 7, 12, 30, 1, 1, 4, 19)
 BUDGET = 40

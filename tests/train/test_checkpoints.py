@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
+from draftsmith.configs.errors import UserError
 from draftsmith.train.checkpoints import (
     checkpoints,
     damaged_checkpoints,
@@ -128,4 +130,28 @@ def test_a_kill_while_saving_leaves_no_checkpoint(
     monkeypatch.setattr(training.accelerator, "save_state", killed)
     with pytest.raises(KeyboardInterrupt):
         training.save(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(
+    error: Exception, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(tmp_path, 5, keep=1)
+
+    def full(folder: str) -> None:
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(training.accelerator, "save_state", full)
+    with pytest.raises(UserError, match=r"could not write .*step-000010: .* run the same command"):
+        training.save(tmp_path, 10, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from draftsmith.data.records import Record
-from draftsmith.train.batches import collate
+from draftsmith.drafters.batch import collate
 from draftsmith.train.metrics import Meter, MetricsLog
 from draftsmith.train.step import StepSums
 

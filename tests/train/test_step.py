@@ -11,10 +11,10 @@ from draftsmith.configs.recipe import ObjectiveSection
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
+from draftsmith.drafters.batch import collate
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.train.batches import collate
-from draftsmith.train.distribution import DraftVocabularyP
 from draftsmith.train.losses import OBJECTIVES
 from draftsmith.train.step import Scorer, bound_objective, objective_law, scored_tokens
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..data.target import Target
 from ..data.warp import Law, log_probs
-from ..drafters.base import TrainBatch
+from .base import TrainBatch
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law, log_probs
-from draftsmith.train.batches import collate
-from draftsmith.train.distribution import DraftVocabularyP, reply_columns
+from draftsmith.drafters.batch import collate
+from draftsmith.drafters.distribution import DraftVocabularyP, reply_columns
 
 IDS = torch.tensor([0, 2, 5, 9, 77, 131, 250, 251, 399])
 
