@@ -181,7 +181,8 @@ class _Run:
                 step += 1
                 tokens += sum(b.supervised for b in window)
                 if step % section.log_every == 0 or step == self.steps:
-                    line = meter.read(self.accelerator, norm, self.schedule.get_last_lr()[0])
+                    rate = float(self.schedule.get_last_lr()[0])
+                    line = meter.read(self.accelerator, norm, rate)
                     log.write("train", step, line)
                     show(step, line)
                 if step % section.eval_every == 0 or step == self.steps:
