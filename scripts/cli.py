@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch and transformers load when a command runs, not for --
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 2 for input that cannot be used, 130 if it was stopped."""
-    args = _parser().parse_args(argv)
+    args = _arguments(argv)
     try:
         return int(args.run(args) or 0)
     except UserError as error:
@@ -48,6 +48,18 @@ def _disk_is_full(error: Exception) -> bool:
     """Whether a write failed for lack of space; safetensors tells its number in words only."""
     number = getattr(error, "errno", None)
     return number == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; argparse alone takes no override that stands behind an option."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong or (rest and "overrides" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(wrong or rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

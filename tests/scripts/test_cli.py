@@ -239,6 +239,31 @@ def test_a_folder_that_is_not_one_of_ours_is_one_sentence(
     assert words in complaint(capsys)
 
 
+def test_options_and_overrides_may_be_mixed(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ["--runs", str(tmp_path / "runs")]
+    assert main(["train", str(recipe_file), "seed=1", *runs, "train.stepz=3"]) == 2
+    assert "unknown key 'train.stepz'" in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "demo", "--runz", "x"], "--runz x"),
+        (["train", "demo", "--runs", "x", "seed"], "seed"),
+        (["doctor", "seed=1"], "seed=1"),
+    ],
+)
+def test_unknown_arguments_are_named(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {words}" in capsys.readouterr().err
+
+
 def test_a_missing_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate"])
