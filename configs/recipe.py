@@ -226,9 +226,11 @@ class EvalSection:
         require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
         ok = all(length >= 1 for length in self.sweep)
         require(ok, "sweep", list(self.sweep), "a list of draft lengths of 1 or more")
-        for option in ("decode_batch", "timing_tokens", "bootstrap"):
+        for option in ("decode_batch", "bootstrap"):
             require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
         require(self.timing_prompts >= 0, "timing_prompts", self.timing_prompts, "0 or more")
+        ok = self.timing_tokens > 3  # half of them calibrate, and the first is never timed
+        require(ok, "timing_tokens", self.timing_tokens, "4 or more")
         ok = set(self.timed_lengths) <= set(self.sweep)
         require(ok, "timed_lengths", list(self.timed_lengths), "lengths that are in the sweep")
         ok = self.calibration_prompts > 0

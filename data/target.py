@@ -123,6 +123,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Full-vocabulary logits of head inputs: `[..., h] -> [..., vocab_size]`, float32."""
+        hidden = hidden.to(self.head.weight.dtype)  # stored states are float32 whatever the head is
         return self.finish_logits(self.head(hidden).float())[..., : self.vocab_size]
 
     def finish_logits(self, logits: Tensor) -> Tensor:

@@ -38,6 +38,16 @@ def load(folder: Path, **options: Any) -> Target:
 # ---- logits
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_of_stored_states_in_a_low_precision_target(
+    target_folder: Callable[..., Path], dtype: str
+) -> None:
+    target = load(target_folder("llama"), dtype=dtype)
+    hidden, _ = run(target)
+    assert hidden.dtype == getattr(torch, dtype)
+    assert torch.equal(target.logits(hidden.float()), target.logits(hidden))
+
+
 def test_logits_are_rebuilt_from_final_states(any_target: Target) -> None:
     hidden, _ = run(any_target)
     logits = any_target.logits(hidden)

@@ -76,7 +76,7 @@ def test_greedy_output_is_that_of_generate(
     make_requests: MakeRequests,
     references: dict[int, list[list[int]]],
 ) -> None:
-    for target in (with_eos(tiny_target), small_target):
+    for target in (small_target, with_eos(tiny_target))[: 2 if gamma == 2 else 1]:
         drafter = make_drafter(kind, target)
         requests = make_requests(target, LENGTHS)
         for limit in (1, 2, 3, 5, LONGEST):
@@ -206,11 +206,18 @@ def test_a_row_does_not_feel_its_neighbours(
     ]
 
 
-@pytest.mark.parametrize("kind", [None, "eagle3", "eagle3 reduced", "causal"])
 @pytest.mark.parametrize(
-    ("law", "eos"),
-    [(Law(1.0), None), (Law(1.0), 5), (Law(0.6, top_k=4), None), (Law(1.3, top_p=0.7), 5)],
-    ids=lambda x: x.label if isinstance(x, Law) else f"eos={x}",
+    ("kind", "law", "eos"),
+    [
+        (None, Law(1.0), 5),
+        ("eagle3", Law(1.0), None),
+        ("eagle3 reduced", Law(1.0), 5),
+        ("causal", Law(1.0), 5),
+        ("eagle3 reduced", Law(0.6, top_k=4), None),
+        ("causal", Law(0.6, top_k=4), 5),
+        ("eagle3", Law(1.3, top_p=0.7), 5),
+    ],
+    ids=lambda x: x.label if isinstance(x, Law) else str(x),
 )
 def test_outputs_follow_the_targets_law(
     kind: str | None,
@@ -222,7 +229,7 @@ def test_outputs_follow_the_targets_law(
     make_requests: MakeRequests,
 ) -> None:
     """Thousands of seeds of one prompt against the enumerated law of three tokens."""
-    count, limit = 4000, 3
+    count, limit = 3000, 3
     target = small_target if eos is None else with_eos(small_target, eos)
     (request,) = make_requests(target, [5], law)
     requests = [Request(**{**request.__dict__, "seed": seed}) for seed in range(count)]

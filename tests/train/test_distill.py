@@ -12,6 +12,7 @@ from draftsmith.data.collect import collect
 from draftsmith.data.prompts import load_domains
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import read_own
+from draftsmith.train.distill import main
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -63,13 +64,27 @@ def test_a_drafter_is_trained_by_path(recipe_file: Path, tmp_path: Path) -> None
     assert read_own(out / "drafter")["trained"]["steps"] == 2
 
 
-def test_a_wrong_key_is_one_sentence(recipe_file: Path, tmp_path: Path) -> None:
-    done = distill(
-        "--config", str(recipe_file), "--records", str(tmp_path), "--out", str(tmp_path / "out"),
-        "train.stepz=3",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
+def test_a_wrong_key_is_one_sentence(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(recipe_file), "--records", str(tmp_path), "--out", str(tmp_path)]
+    assert main([*arguments, "train.stepz=3"]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.strip().splitlines()
     assert line.startswith("distill: unknown key 'train.stepz'")
-    assert "train.steps" in line
+    assert "train.steps" in line and said.out == ""
+
+
+def test_ctrl_c_says_how_to_go_on(
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftsmith.train.distill.RecordStore.open", stopped)
+    arguments = ["--config", str(recipe_file), "--records", str(tmp_path), "--out", str(tmp_path)]
+    assert main(arguments) == 130
+    assert "the same command goes on" in capsys.readouterr().err
