@@ -73,6 +73,7 @@ def _sentence(cls: type, mistake: dict[str, Any], where: str, section: str) -> s
         path.append(error.option)
         value, accepted = error.value, error.accepted
     else:
+        path = _without_label(cls, path)
         kind = _type_at(cls, path)
         accepted = _accepted(kind)
         if isinstance(value, str) and difflib.get_close_matches(value, _words(kind)):
@@ -95,9 +96,8 @@ def _type_at(cls: Any, path: Sequence[str | int]) -> Any:
     """The annotated type of the value at `path`, counted from `cls`; Any where it is free."""
     kind = cls
     for part in path:
-        if typing.get_origin(kind) in (types.UnionType, typing.Union):
-            members = [m for m in typing.get_args(kind) if m is not types.NoneType]
-            kind = members[0] if len(members) == 1 else Any
+        members = _members(kind)
+        kind = members[0] if len(members) == 1 else Any
         if dataclasses.is_dataclass(kind):
             kind = typing.get_type_hints(kind).get(str(part), Any)
         elif typing.get_origin(kind) is tuple:
@@ -107,6 +107,21 @@ def _type_at(cls: Any, path: Sequence[str | int]) -> Any:
         else:
             return Any
     return kind
+
+
+def _members(kind: Any) -> list[Any]:
+    """What a union offers besides None; of any other annotation, itself."""
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
+        return [kind]
+    return [member for member in typing.get_args(kind) if member is not types.NoneType]
+
+
+def _without_label(cls: type, path: list[str | int]) -> list[str | int]:
+    """`path` up to a union, behind which pydantic puts the member it tried: no key of a recipe."""
+    for depth in range(len(path)):
+        if len(_members(_type_at(cls, path[:depth]))) > 1:
+            return path[:depth]
+    return path
 
 
 def _fields_at(cls: type, path: Sequence[str | int]) -> list[str]:

@@ -53,10 +53,18 @@ class ServingSection:
     """How the target will be served, which is how the drafter is evaluated."""
 
     laws: tuple[LawSection, ...] = (LawSection(temperature=0.0), LawSection(temperature=1.0))
-    """The sampling settings to measure, each by itself."""
+    """The sampling settings to measure, each by itself; training takes the first that samples."""
+    num_draft_tokens: int = 2
+    """Tokens drafted in a round."""
+    verifier: Literal["token", "block"] = "token"
+    """The acceptance rule above temperature 0: token by token, or the whole block at once."""
+    drafting: Literal["sampled", "greedy"] = "sampled"
+    """Whether drafts are sampled from the draft's own law, or always its most probable token."""
 
     def __post_init__(self) -> None:
         require(len(self.laws) > 0, "laws", [], "a list of at least one law")
+        ok = self.num_draft_tokens >= 1
+        require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class CollectSection:
     """Running the target over the training and held-out prompts."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    """The target answers each training prompt once at each of these."""
+    """The target answers each training prompt once at each of these, and under each served law
+    that truncates."""
     max_new_tokens: int = 96
     """Longest reply, in tokens."""
     batch_size: int = 32
@@ -117,21 +126,40 @@ class CollectSection:
 class ObjectiveSection:
     """What training minimises."""
 
-    name: str = "nla"
-    """One of the objectives in train/losses.py."""
+    loss: str | dict[str, float] = "nla"
+    """One of the objectives in train/losses.py, or a mix of them by weight."""
+    then: Literal["accepted_length", "rounds"] | None = None
+    """What takes over after the loss: the expected accepted length, or the rounds themselves."""
+    switch_at: float = 0.5
+    """Share of the optimiser steps after which it does."""
+    switch_overlap: float | None = None
+    """Held-out overlap that makes it take over earlier; null leaves it to switch_at."""
     eta: float = 3.0
-    """Pace of the hybrid objective's change from one divergence to the other."""
+    """Pace of lk_hybrid's change from one divergence to the other."""
+    beta: float = 0.5
+    """Share of the target in jsd's mixture."""
+    sharpness: float = 1.0
+    """Factor on the logits in greedy_mass: the higher, the closer to the most probable token."""
+    position_weights: Literal["geometric", "product"] = "geometric"
+    """Weights of the unrolled steps: fixed, or what is expected to be reached through each."""
     position_decay: float = 0.8
-    """Each further unrolled step weighs this much of the one before."""
-    temperature: float = 1.0
-    """Temperature of the target's and the drafter's distributions that are compared."""
+    """Geometric: each further unrolled step weighs this much of the one before."""
+    product_floor: float = 0.5
+    """Product: the chance of going on that a step counts with at least."""
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "name", self.name, "the name of an objective")
+        mix = self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
+        ok = bool(mix) and all(name and 0 < weight < math.inf for name, weight in mix.items())
+        require(ok, "loss", self.loss, "the name of an objective, or names with weights above 0")
+        require(0 <= self.switch_at <= 1, "switch_at", self.switch_at, "between 0 and 1")
+        ok = self.switch_overlap is None or 0 < self.switch_overlap < 1
+        require(ok, "switch_overlap", self.switch_overlap, "between 0 and 1, or null")
         require(0 <= self.eta < math.inf, "eta", self.eta, "0 or more")
+        require(0 <= self.beta <= 1, "beta", self.beta, "between 0 (fkl) and 1 (rkl)")
+        require(1 <= self.sharpness < math.inf, "sharpness", self.sharpness, "1 or more")
         ok = 0 < self.position_decay <= 1
         require(ok, "position_decay", self.position_decay, "above 0 and at most 1")
-        require(0 < self.temperature < math.inf, "temperature", self.temperature, "above 0")
+        require(0 <= self.product_floor < 1, "product_floor", self.product_floor, "0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -174,6 +202,11 @@ class TrainSection:
     """Held-out records of such an evaluation."""
     log_every: int = 10
     """Optimiser steps between log lines."""
+    ema: float = 0.0
+    """Decay of the weights' moving average, which is then measured and saved; 0 is off."""
+    patience: int | None = None
+    """Evaluations without better expected tokens per round before training ends with the best
+    weights; null runs to the end and keeps the last ones."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Tracking with Weights & Biases."""
     wandb_project: str = "draftsmith"
@@ -192,6 +225,8 @@ class TrainSection:
         require(ok, "final_lr_fraction", self.final_lr_fraction, "between 0 and 1")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
         require(0 < self.clip < math.inf, "clip", self.clip, "above 0")
+        require(0 <= self.ema < 1, "ema", self.ema, "from 0 (off) to below 1")
+        require(self.patience is None or self.patience > 0, "patience", self.patience, "above 0")
         ok = all(0 <= beta < 1 for beta in self.betas)
         require(ok, "betas", list(self.betas), "two numbers from 0 to below 1")
 
@@ -200,12 +235,8 @@ class TrainSection:
 class EvalSection:
     """Measuring the drafter on the held-out prompts."""
 
-    num_draft_tokens: int = 2
-    """Tokens drafted in a round."""
     sweep: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Draft lengths compared with each other."""
-    verifier: Literal["token"] = "token"
-    """The acceptance rule; token accepts each drafted token by itself."""
     timed_lengths: tuple[int, ...] = ()
     """Further draft lengths of the sweep that are timed, not only predicted."""
     decode_batch: int = 16
@@ -222,8 +253,6 @@ class EvalSection:
     """Prompts on which the cost of draft and target passes is measured."""
 
     def __post_init__(self) -> None:
-        ok = self.num_draft_tokens >= 1
-        require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
         ok = all(length >= 1 for length in self.sweep)
         require(ok, "sweep", list(self.sweep), "a list of draft lengths of 1 or more")
         for option in ("decode_batch", "bootstrap"):
@@ -284,3 +313,5 @@ class Recipe:
         family = self.drafter.get("family")
         ok = isinstance(family, str) and bool(family)
         require(ok, "drafter", self.drafter, "a mapping that names its family")
+        ok = self.objective.then is None or self.train.unroll >= self.serving.num_draft_tokens
+        require(ok, "train.unroll", self.train.unroll, "serving.num_draft_tokens or more")

@@ -47,13 +47,16 @@ def collect_settings(
 def plan_requests(
     recipe: Recipe, target: Target, prompts: Sequence[Prompt]
 ) -> tuple[list[Request], list[str]]:
-    """What to ask: training prompts at every temperature, held-out ones once per served law.
+    """What to ask: training prompts at every temperature and under the served laws that truncate,
+    held-out ones once per served law.
 
     Held-out answers are samples of exactly the law they are evaluated under, because estimators
     are valid on no others. Returns the requests in order of length, and why others were left out.
     """
-    training = [Law(t) for t in dict.fromkeys(recipe.collect.temperatures)]
     served = list(dict.fromkeys(law_of(law) for law in recipe.serving.laws))
+    training = [Law(t) for t in recipe.collect.temperatures]
+    training += [law for law in served if law.top_k or law.top_p < 1]
+    training = list(dict.fromkeys(training))
     limit = (target.max_positions or 1 << 30) - recipe.collect.max_new_tokens
     requests, skipped = [], []
     for prompt in prompts:

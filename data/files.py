@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,11 @@ def whole_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        ordinary = part.stat().st_mode
+        part.unlink()
         yield part
+        _open_up(part, ordinary)
         with part.open("rb") as handle:
             os.fsync(handle.fileno())
         os.replace(part, path)
@@ -41,6 +46,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
     part.mkdir()
     try:
         yield part
+        for written in part.rglob("*"):
+            if written.is_file():
+                _open_up(written, part.stat().st_mode)
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             os.replace(path, old)
@@ -50,6 +58,14 @@ def whole_folder(path: Path) -> Iterator[Path]:
             os.replace(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _open_up(path: Path, ordinary: int) -> None:
+    """Let a file be read and written by whom the umask lets: `ordinary` is what it gave another.
+
+    safetensors writes through temporary files, which are for their owner alone.
+    """
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | (ordinary & 0o666))
 
 
 def write_json(path: Path, value: Any) -> None:

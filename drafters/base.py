@@ -82,7 +82,16 @@ class Drafter(Protocol):
         """Step k of the result predicts reply tokens r ≥ 1 + k; one step if `one_pass`."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Draft logits `[N, h_d] -> [N, V_d]`."""
+        """Draft logits `[N, h_d] -> [N, V_d]`, made of the three below."""
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """What the head multiplies: `[N, h_d] -> [N, h_d]`."""
+
+    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The head's weight `[V_d, h_d]` and bias `[V_d]`, one row a draft token."""
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """What follows the product, such as a soft cap; elementwise."""
 
     def start(self, rows: int, capacity: int) -> Any:
         """An empty `DraftState` for `rows` sequences of at most `capacity` tokens."""

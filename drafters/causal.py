@@ -18,6 +18,7 @@ from ..configs.errors import UserError
 from ..data.cache import SlabCache
 from ..data.target import Target, finish_logits
 from .base import Draw, Step, TrainBatch, supervised_at, token_index
+from .vocab import check_floor
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class CausalConfig:
     """Target layers kept, in this order; null takes the first two and the last two."""
     draft_vocab_size: int | None = None
     """Reduces the head to that many tokens, in our own loop only; null keeps all."""
+    domain_floor: float = 0.5
+    """Share of the draft vocabulary dealt out equally to the domains' own most likely tokens."""
+
+    def __post_init__(self) -> None:
+        check_floor(self.domain_floor)
 
     def resolved_layers(self, num_layers: int) -> tuple[int, ...]:
         """The kept layers of a target with `num_layers` layers."""
@@ -68,10 +74,14 @@ class CausalDrafter(nn.Module):
     def __init__(self, model: PreTrainedModel, draft_ids: Tensor | None):
         super().__init__()
         self.model = model
-        self.body = model.get_decoder()
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self._head_rows: Tensor | None = None
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head; held once, as a part of `model`."""
+        return self.model.get_decoder()
 
     @classmethod
     def from_target(
@@ -94,13 +104,21 @@ class CausalDrafter(nn.Module):
         return [p for p in self.parameters() if p.requires_grad]
 
     def head(self, hidden: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
         if self.draft_ids is None:
-            logits = head(hidden)
-        else:
-            bias = getattr(head, "bias", None)
-            chosen = None if bias is None else bias[self.draft_ids]
-            logits = F.linear(hidden, self._rows(head.weight), chosen)
+            return self.finish_logits(self.model.get_output_embeddings()(hidden))
+        return self.finish_logits(F.linear(hidden, *self.head_rows()))
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        if self.draft_ids is None:
+            return head.weight, bias
+        return self._rows(head.weight), None if bias is None else bias[self.draft_ids]
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
         return finish_logits(self.model.config.get_text_config(decoder=True), logits)
 
     def _rows(self, weight: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from .base import Drafter
 from .causal import CausalDrafter
 from .eagle3 import Eagle3Drafter
 from .formats import eagle3_flat, hf_causal
+from .formats.config import read_config
 from .formats.tensors import FILE
 from .registry import FAMILIES
 
@@ -84,15 +85,18 @@ def read_own(folder: Path) -> dict[str, Any]:
 def load_drafter(folder: Path, target: Target) -> Drafter:
     """Load a drafter for `target`, on its device.
 
-    Raises `UserError` if the folder is incomplete or was trained for another tokenizer.
+    Raises `UserError` if the folder is incomplete or does not fit: trained for another tokenizer,
+    reading layers or widths that the target does not have, drafting tokens that it does not know.
     """
     own = read_own(folder)
     _check_tokens(folder, own, target)
     if own["family"] == "eagle3":
+        _check_states(folder, target)  # first: reading would blame the shape of some tensor
         drafter: Drafter = eagle3_flat.read(folder, target.embedding.cpu())
     else:
         ids = own["draft_ids"]
         drafter = hf_causal.read(folder, None if ids is None else torch.tensor(ids))
+    _check_ids(folder, drafter, target)
     assert isinstance(drafter, torch.nn.Module)
     return drafter.to(target.device).eval()
 
@@ -107,6 +111,39 @@ def _check_tokens(folder: Path, own: Mapping[str, Any], target: Target) -> None:
         raise UserError(
             f"{folder} was trained for another tokenizer than that of "
             f"'{target.provenance['name']}': {difference}"
+        )
+
+
+def _check_states(folder: Path, target: Target) -> None:
+    """Refuse a head whose inputs the target cannot give."""
+    raw, name = read_config(folder), target.provenance["name"]
+    taps = eagle3_flat.read_taps(raw, folder / "config.json")
+    if not all(0 <= tap < target.num_layers for tap in taps):
+        raise UserError(
+            f"{folder} reads the layers {list(taps)}, those of '{name}' are 0 to "
+            f"{target.num_layers - 1}"
+        )
+    if raw.get("hidden_size") != target.hidden_size:
+        raise UserError(
+            f"{folder} reads states of width {raw.get('hidden_size')}, those of '{name}' have "
+            f"{target.hidden_size}"
+        )
+    rows = target.embedding.shape[0]
+    if raw.get("vocab_size", 0) > rows:
+        raise UserError(
+            f"{folder} reads embeddings of {raw['vocab_size']} tokens, '{name}' has those of {rows}"
+        )
+
+
+def _check_ids(folder: Path, drafter: Drafter, target: Target) -> None:
+    """Refuse draft ids that the target cannot verify."""
+    if drafter.draft_ids is None:
+        return
+    largest = int(drafter.draft_ids.max())
+    if largest >= target.vocab_size:
+        raise UserError(
+            f"{folder} drafts tokens up to id {largest}, those of "
+            f"'{target.provenance['name']}' end at {target.vocab_size - 1}"
         )
 
 

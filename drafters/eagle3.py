@@ -25,6 +25,7 @@ from ..configs.errors import UserError
 from ..data.cache import SlabCache
 from ..data.target import Target
 from .base import Draw, Step, TrainBatch, supervised_at, token_index
+from .vocab import check_floor
 
 _FUSION_NOISE = 0.1  # of the usual initial noise, on top of "the last tap as it is"
 
@@ -37,6 +38,8 @@ class Eagle3Config:
     """Target layers read (0-based outputs), three of them; null takes 1, the middle, last but 1."""
     draft_vocab_size: int = 8192
     """Tokens the head can propose, chosen by captured target mass; special tokens always in."""
+    domain_floor: float = 0.5
+    """Share of the draft vocabulary dealt out equally to the domains' own most likely tokens."""
     init: str = "target"
     """`target` starts the layer from the target's last one; `random` from noise."""
 
@@ -45,6 +48,7 @@ class Eagle3Config:
             raise UserError(f"drafter.taps takes three layers, got {list(self.taps)}")
         if self.draft_vocab_size < 1:
             raise UserError(f"drafter.draft_vocab_size is {self.draft_vocab_size}, must be above 0")
+        check_floor(self.domain_floor)
         if self.init not in ("target", "random"):
             raise UserError(f"drafter.init is '{self.init}', must be 'target' or 'random'")
 
@@ -166,7 +170,16 @@ class Eagle3Drafter(nn.Module):
         return [p for p in self.parameters() if p.requires_grad]
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.head_inputs(hidden))
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+        return self.lm_head.weight, None
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        return logits
 
     def _fuse(self, taps: Tensor) -> Tensor:
         """Tapped states `[B, n, L*h] -> [B, n, h]`; the target may run in another dtype."""

@@ -43,7 +43,7 @@ def model_card(
     """
     if layout not in LAYOUTS:
         known = did_you_mean(layout, tuple(LAYOUTS))
-        raise UserError(f"publish.layout: no model card for the layout '{layout}'{known}")
+        raise UserError(f"no model card for the layout '{layout}'{known}")
     library, commands = LAYOUTS[layout]
     base_model, repo_id = _public(base_model), repo_id or UNNAMED
     gamma = report["settings"]["num_draft_tokens"]
@@ -86,7 +86,7 @@ def _introduction(report: Report, base_model: str, repo_id: str) -> str:
     if target.get("quantisation"):
         lines += [
             "",
-            f"**Measured against {_public(target['quantisation'])} weights, dequantised to "
+            f"**Measured against {_public(_format_of(target))} weights, dequantised to "
             f"{target['dtype']}**, not against the full-precision weights that the Hub keeps as "
             f"{base_model}. In front of other weights of the same model the draft stays lossless; "
             "its acceptance there was not measured.",
@@ -128,7 +128,7 @@ def _conditions(report: Report) -> str:
     settings, stand = report["settings"], report["provenance"]
     target, draft, machine = stand["target"], stand["drafter"], stand.get("machine") or {}
     lossless = report.get("lossless") or {"verdict": "not checked"}
-    weights = target.get("quantisation")
+    weights = _format_of(target)
     vocabulary = draft.get("draft_vocab_size")
     versions = ", ".join(f"{name} {value}" for name, value in (stand.get("versions") or {}).items())
     facts = {
@@ -153,6 +153,11 @@ def _conditions(report: Report) -> str:
     }
     lines = [f"- {name}: {_cell(str(value))}" for name, value in facts.items() if value is not None]
     return "\n".join(["## These numbers hold for", "", *lines])
+
+
+def _format_of(target: Report) -> str:
+    """The format that the target's weights were stored in; empty if they were not quantised."""
+    return (target.get("quantisation") or "").removesuffix(", dequantised")
 
 
 def _engines(report: Report) -> str:
@@ -210,11 +215,6 @@ def _serve_eagle3(base_model: str, repo_id: str, gamma: int) -> str:
     return "\n\n".join([*engines, _sglang("EAGLE3", base_model, repo_id, gamma)])
 
 
-def _serve_speculators(base_model: str, repo_id: str, gamma: int) -> str:
-    text = f"vLLM reads the target ({base_model}) and γ = {gamma} from the draft's config:"
-    return text + "\n\n" + _fenced("bash", f"vllm serve {repo_id}")
-
-
 def _serve_transformers(base_model: str, repo_id: str, gamma: int) -> str:
     """The length and the stop rule of transformers' assistant live on the assistant's config."""
     text = f"""
@@ -243,7 +243,6 @@ print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_to
 LAYOUTS: dict[str, tuple[str, Callable[[str, str, int], str]]] = {
     "transformers": ("transformers", _serve_transformers),
     "eagle3": ("draftsmith", _serve_eagle3),
-    "speculators": ("speculators", _serve_speculators),
 }
 """Layout -> (the Hub's library_name, the section that says how to serve it)."""
 

@@ -51,4 +51,4 @@ def _draft_ids(config: FamilyConfig, target: Target, records: Sequence[Record]) 
     if config.draft_vocab_size is None:
         return None
     mass = captured_mass(target, records)
-    return choose_draft_ids(mass, config.draft_vocab_size, special_ids(target))
+    return choose_draft_ids(mass, config.draft_vocab_size, special_ids(target), config.domain_floor)

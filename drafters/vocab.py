@@ -15,32 +15,44 @@ _POSITIONS = 8192  # enough to rank tokens; beyond it only the time grows
 
 @torch.inference_mode()
 def captured_mass(target: Target, records: Sequence[Record]) -> Tensor:
-    """Target probability per token over evenly spread reply positions: `[V]` float64.
+    """Target probability per token over evenly spread reply positions: `[D, V]` float64.
 
-    Counts what the target *would* say at temperature 1, not only what was sampled; records without
-    states count their words.
+    A row for each domain, by name. Counts what the target *would* say at temperature 1, not only
+    what was sampled; records without states count their words.
     """
     stride = max(1, sum(len(r.reply) for r in records) // _POSITIONS)
-    mass = torch.zeros(target.vocab_size, dtype=torch.float64)
+    domains = sorted({r.domain for r in records})
+    mass = torch.zeros(len(domains), target.vocab_size, dtype=torch.float64)
     for record in records:
+        own = mass[domains.index(record.domain)]
         if record.states is None:
-            mass.index_add_(0, record.reply, torch.ones(len(record.reply), dtype=torch.float64))
+            own.index_add_(0, record.reply, torch.ones(len(record.reply), dtype=torch.float64))
             continue
         for part in record.states.hidden[::stride].split(_ROWS):
             p = target.logits(part.to(target.device)).softmax(-1)  # [n, V]
-            mass += p.sum(0).double().cpu()
+            own += p.sum(0).double().cpu()
     return mass
 
 
-def choose_draft_ids(mass: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The `size` ids of largest mass `[V]`, with `always` among them: ascending `[size]`."""
-    if size > len(mass):
-        raise UserError(f"drafter.draft_vocab_size {size} exceeds the target's {len(mass)} tokens")
+def choose_draft_ids(mass: Tensor, size: int, always: Sequence[int], floor: float) -> Tensor:
+    """The `size` ids of largest mass, with `always` among them: ascending `[size]`.
+
+    `mass` `[D, V]` by domain. The share `floor` of the places is dealt out equally, to each
+    domain's own best tokens; the rest goes by the mass of all domains together. So a small domain
+    is not left without its words, and a large one not without its tail.
+    """
+    count = mass.shape[1]
+    if size > count:
+        raise UserError(f"drafter.draft_vocab_size {size} exceeds the target's {count} tokens")
     if len(always) > size:
         raise UserError(
             f"drafter.draft_vocab_size {size} cannot hold the {len(always)} special tokens"
         )
-    ranked = mass.clone()
+    ranked = mass.sum(0)
+    each = int(floor * (size - len(always)) / len(mass))
+    for own in mass:
+        best = own.topk(each)
+        ranked[best.indices[best.values > 0]] = torch.inf
     ranked[torch.tensor(list(always), dtype=torch.long)] = torch.inf
     return ranked.topk(size).indices.sort().values
 
@@ -49,3 +61,9 @@ def special_ids(target: Target) -> list[int]:
     """Ids that must stay in any draft vocabulary: end tokens and the tokenizer's special ones."""
     known = {*target.eos_ids, *target.tokenizer.all_special_ids}
     return sorted(i for i in known if i < target.vocab_size)
+
+
+def check_floor(floor: float) -> None:
+    """Raises `UserError` for a `drafter.domain_floor` that is no share."""
+    if not 0.0 <= floor <= 1.0:
+        raise UserError(f"drafter.domain_floor is {floor}, must lie between 0 and 1")

@@ -19,19 +19,25 @@ from ..data.records import row_uniforms
 from ..data.target import Target
 from ..data.warp import Law, log_probs, sample
 from ..drafters.base import Drafter
+from ..train.score import draft_law
 from . import verify
 
-RULES = {"token": verify.token}
+RULES = {"token": verify.token, "block": verify.block}
 """Acceptance rules above temperature 0; at 0 it is always `verify.greedy`."""
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How a batch is decoded. `num_draft_tokens` 0 decodes plainly."""
+    """How a batch is decoded. `num_draft_tokens` 0 decodes plainly.
+
+    drafting: "sampled" draws drafts from the draft's own law, "greedy" takes its most probable
+    token; either way the rule is told what the draft was really drawn from.
+    """
 
     max_new_tokens: int
     num_draft_tokens: int
     verifier: str = "token"
+    drafting: str = "sampled"
 
     def __post_init__(self) -> None:
         if self.verifier not in RULES:
@@ -129,6 +135,7 @@ class _Batch:
         self.gamma = settings.num_draft_tokens if drafter is not None else 0
         self.taps = drafter.taps if drafter is not None else ()
         self.rule = RULES[settings.verifier]
+        self.draft_law = draft_law(law, settings.drafting)
         self.requests = requests
         self.outputs = [Output() for _ in requests]
         budget = settings.max_new_tokens
@@ -224,7 +231,7 @@ class _Batch:
                 chosen = logits.argmax(-1)
             else:
                 assert log_q is not None
-                law_q = log_probs(logits, self.law)  # [B, V_d]
+                law_q = log_probs(logits, self.draft_law)  # [B, V_d]
                 chosen = sample(law_q, uniforms[:, k])
                 if ids_of is None:
                     log_q[:, k, : law_q.shape[1]] = law_q

@@ -31,12 +31,17 @@ from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
 from ..drafters.checkpoint import weights_hash
+from ..train.score import Conversation, expected, score
 from .decode import DecodeSettings, Output, decode
-from .estimate import Conversation, captured_mass, estimate, overlap_interval, score
+from .estimate import captured_mass, estimate, overlap_interval
 from .intervals import ratio_interval
 from .lossless import greedy_equality
 from .speed import Cost, Timing, calibrate, generate_ratio, measure_rows, time_cell
 
+_DRAFTING = {
+    "sampled": "warped by the serving law, like the target; argmax at T=0",
+    "greedy": "always the draft's most probable token",
+}
 _VERSIONS = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
@@ -67,7 +72,7 @@ def evaluate(
     cells = _cells(recipe, records)
     limit = int(store.settings["max_new_tokens"])
     run = _Run(recipe, target, drafter, folder, console, limit)
-    lengths = sorted({*recipe.eval.sweep, recipe.eval.num_draft_tokens})
+    lengths = sorted({*recipe.eval.sweep, recipe.serving.num_draft_tokens})
     scores = {c.name: run.scores(c, max(lengths)) for c in cells}
     outputs = run.outputs(cells)
     costs, timings, ratio = run.speed(cells, _calibration(recipe, store, cells), lengths)
@@ -83,9 +88,9 @@ def evaluate(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "provenance": _provenance(recipe, target, drafter, drafter_folder, store),
         "settings": {
-            "num_draft_tokens": recipe.eval.num_draft_tokens,
-            "verifier": recipe.eval.verifier,
-            "draft_sampling": "warped by the serving law, like the target; argmax at T=0",
+            "num_draft_tokens": recipe.serving.num_draft_tokens,
+            "verifier": recipe.serving.verifier,
+            "draft_sampling": _DRAFTING[recipe.serving.drafting],
             "max_new_tokens": limit,
             "timing_prompts": recipe.eval.timing_prompts,
             "timing_tokens": recipe.eval.timing_tokens,
@@ -153,7 +158,12 @@ class _Run:
 
     def scores(self, cell: Cell, steps: int) -> list[Conversation]:
         self.console.print(f"estimate  {cell.name}")
-        return score(self.target, self.drafter, cell.records, cell.law, steps, self.limit)
+        drafting = self.recipe.serving.drafting
+        return score(self.target, self.drafter, cell.records, cell.law, steps, self.limit, drafting)
+
+    def _settings(self, tokens: int) -> DecodeSettings:
+        served = self.recipe.serving
+        return DecodeSettings(tokens, served.num_draft_tokens, served.verifier, served.drafting)
 
     def outputs(self, cells: Sequence[Cell]) -> dict[str, Output]:
         """Speculative outputs of all held-out requests by record key, decoded in batches."""
@@ -171,9 +181,8 @@ class _Run:
         return found
 
     def _decode(self, records: Sequence[Record]) -> dict[str, Any]:
-        section = self.recipe.eval
-        settings = DecodeSettings(self.limit, section.num_draft_tokens, section.verifier)
-        outputs = decode(self.target, [_request(r) for r in records], settings, self.drafter)
+        requests = [_request(r) for r in records]
+        outputs = decode(self.target, requests, self._settings(self.limit), self.drafter)
         return {r.key: o.__dict__ for r, o in zip(records, outputs, strict=True)}
 
     def speed(
@@ -188,8 +197,8 @@ class _Run:
         rows = measure_rows(self.target, context, range(1, max(lengths) + 2))
         costs = {
             law.label: calibrate(
-                self.target, self.drafter, calibration, law, section.timing_tokens // 2, rows,
-                section.num_draft_tokens, section.verifier,
+                self.target, self.drafter, calibration, law, rows,
+                self._settings(section.timing_tokens // 2),
             )
             for law in dict.fromkeys(c.law for c in cells)
         }  # fmt: skip
@@ -199,8 +208,8 @@ class _Run:
             self.console.print(f"time      {cell.name}")
             requests = [_request(r) for r in _timed(cell, section)]
             timings[cell.name] = time_cell(
-                self.target, self.drafter, requests, section.timing_tokens,
-                (section.num_draft_tokens, *section.timed_lengths), section.verifier,
+                self.target, self.drafter, requests, self._settings(section.timing_tokens),
+                section.timed_lengths,
             )  # fmt: skip
         return costs, timings, {**ratio.to_dict(), "context": context}
 
@@ -225,9 +234,9 @@ def _cell_row(
     timing: Timing | None,
 ) -> dict[str, Any]:
     section = recipe.eval
-    gamma = section.num_draft_tokens
+    gamma = recipe.serving.num_draft_tokens
     decoded = [outputs[r.key] for r in cell.records if r.key in outputs]
-    expected = estimate(scores, cell.law, gamma, section.bootstrap)
+    known = estimate(scores, gamma, recipe.serving.verifier, section.bootstrap)
     produced = np.array([len(o.ids) - 1.0 for o in decoded])
     rounds = np.array([float(len(o.rounds)) for o in decoded])
     every = [r for o in decoded for r in o.rounds]
@@ -239,7 +248,7 @@ def _cell_row(
             "plain_tokens_per_s": timing.plain_tokens_per_s,
             "speculative_tokens_per_s": timing.fast_tokens_per_s[gamma],
             "speedup": timing.speedup[gamma].to_dict(),
-            "predicted": cost.speedup(expected.survival),
+            "predicted": cost.speedup(known.survival),
         }
     return {
         "domain": cell.domain,
@@ -249,9 +258,9 @@ def _cell_row(
         "overlap": overlap_interval(scores, section.bootstrap).to_dict(),
         "captured_mass": captured_mass(scores),
         "acceptance_by_position": [_position(every, k) for k in range(1, gamma + 1)],
-        "survival_estimated": list(expected.survival),
+        "survival_estimated": list(known.survival),
         "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap).to_dict(),
-        "tokens_per_round_estimated": expected.tokens_per_round.to_dict(),
+        "tokens_per_round_estimated": known.tokens_per_round.to_dict(),
         "mean_accepted": accepted / max(1, len(every)),
         "draft_acceptance_rate": accepted / max(1, drafted),
         "rounds": len(every),
@@ -282,7 +291,7 @@ def _sweep_row(
     timing: Timing,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
-    survivals = [estimate(scores, cell.law, g, 2).survival for g in lengths]
+    survivals = [expected(scores, g, recipe.serving.verifier).survival for g in lengths]
     return {
         "domain": cell.domain,
         "law": cell.law.label,

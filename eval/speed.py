@@ -6,7 +6,7 @@ prompt in one process after a warm-up, so that a slow moment of the machine hits
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -76,20 +76,18 @@ def calibrate(
     drafter: Drafter,
     requests: Sequence[Request],
     law: Law,
-    tokens: int,
     rows: dict[int, float],
-    num_draft_tokens: int,
-    verifier: str,
+    settings: DecodeSettings,
 ) -> Cost:
     """Measure draft steps and overhead on `requests` (not the timed ones) under `law`."""
     plain, fast = Clock(), Clock()
     asked = [Request(**{**r.__dict__, "law": law}) for r in requests]
-    gamma = max(2, num_draft_tokens)
+    gamma = max(2, settings.num_draft_tokens)
     for number, request in enumerate([asked[0], *asked]):
         clocks = (plain, fast) if number else (Clock(), Clock())  # the first one warms up
-        decode(target, [request], DecodeSettings(tokens, 0), clock=clocks[0])
-        settings = DecodeSettings(tokens, gamma, verifier)
-        decode(target, [request], settings, drafter, clocks[1])
+        decode(target, [request], replace(settings, num_draft_tokens=0), clock=clocks[0])
+        fast_settings = replace(settings, num_draft_tokens=gamma)
+        decode(target, [request], fast_settings, drafter, clocks[1])
     unit = plain.target / max(1, plain.rounds)
     return Cost(
         seconds=unit,
@@ -115,21 +113,23 @@ def time_cell(
     target: Target,
     drafter: Drafter,
     requests: Sequence[Request],
-    tokens: int,
-    draft_lengths: Sequence[int],
-    verifier: str,
+    settings: DecodeSettings,
+    further: Sequence[int] = (),
 ) -> Timing:
-    """Time plain and speculative decoding of `requests` one by one, loops interleaved."""
-    lengths = (0, *dict.fromkeys(draft_lengths))
+    """Time plain and speculative decoding of `requests` one by one, loops interleaved.
+
+    `further` draft lengths are timed beside that of `settings`.
+    """
+    lengths = (0, *dict.fromkeys((settings.num_draft_tokens, *further)))
     seconds: dict[int, list[float]] = {g: [] for g in lengths}
     produced: dict[int, list[float]] = {g: [] for g in lengths}
     for number, request in enumerate(requests):
         # Every other prompt runs the loops in the opposite order.
         for gamma in lengths if number % 2 == 0 else reversed(lengths):
             clock = Clock()
-            settings = DecodeSettings(tokens, gamma, verifier)
             used = drafter if gamma else None
-            out = decode(target, [request], settings, used, clock)[0]
+            own = replace(settings, num_draft_tokens=gamma)
+            out = decode(target, [request], own, used, clock)[0]
             seconds[gamma].append(clock.decode)
             produced[gamma].append(len(out.ids) - 1.0)  # the first token comes from prefill
     arrays = {g: (np.array(seconds[g]), np.array(produced[g])) for g in lengths}

@@ -29,14 +29,14 @@ from ..drafters.registry import family_config, resolved_taps
 from ..eval.evaluate import evaluate
 from ..eval.report import read_report, write_report
 from ..train.loop import train, train_settings
-from ..train.step import bound_objective
+from ..train.objective import bind_objective
 from .publish import publish
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Everything that can be wrong with a recipe without loading a model."""
     family_config(recipe.drafter, f"recipe '{recipe.name}'")
-    bound_objective(recipe.objective)
+    bind_objective(recipe.objective, recipe.serving)
 
 
 @dataclass
@@ -101,6 +101,7 @@ class Run:
         """The folder with `report.json` and `report.html`."""
         depends = {
             "eval": to_dict(self.recipe.eval),
+            "serving": to_dict(self.recipe.serving),
             "records": settings_hash(store.settings),
             "drafter": weights_hash(drafter_folder),
         }

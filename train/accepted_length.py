@@ -50,22 +50,40 @@ def survival_greedy(match: Tensor) -> Tensor:
     return match.to(torch.float32).cumprod(-1)
 
 
+def before_token(log_ratio: Tensor) -> Tensor:
+    """Π_{i<k} min(1, r_i), the chance that position k is reached: `[..., γ] -> [..., γ]`."""
+    return F.pad(survival_token(log_ratio)[..., :-1], (1, 0), value=1.0)
+
+
+def before_block(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """(log min_{j<k} R_j, log R_{k-1}) before each position: `[..., γ]` -> 2 x `[..., γ]`."""
+    products = F.pad(log_ratio.cumsum(-1)[..., :-1], (1, 0))  # log R_0 .. log R_{γ-1}
+    return _capped(products.cummin(-1).values), products
+
+
 def rao_blackwell_token(log_ratio: Tensor, overlap: Tensor) -> Tensor:
     """(Π_{i<k} min(1, r_i))·α_k, `[..., γ], [..., γ] -> [..., γ]`: the mean of m_k, less noise.
 
     The last factor is summed over the vocabulary, not sampled. For means of E[A] only: the
     recursion for rounds needs m on the tokens that were really drawn.
     """
-    before = F.pad(survival_token(log_ratio)[..., :-1], (1, 0), value=1.0)
-    return before * overlap
+    return before_token(log_ratio) * overlap
 
 
 def rao_blackwell_block(log_ratio: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Σ_x min(m_{k-1}·p(x), R_{k-1}·q(x)): `[..., γ], 2 x [..., γ, V] -> [..., γ]`; as above."""
-    before = F.pad(log_ratio.cumsum(-1)[..., :-1], (1, 0))  # log R_0 .. log R_{γ-1}
-    scaled_p = _capped(before.cummin(-1).values)[..., None] + log_p  # [..., γ, V]
-    scaled_q = before[..., None] + log_q
+    scale_p, scale_q = before_block(log_ratio)
+    scaled_p, scaled_q = scale_p[..., None] + log_p, scale_q[..., None] + log_q  # [..., γ, V]
     return torch.where(scaled_q >= scaled_p, scaled_p, scaled_q).exp().sum(-1)
+
+
+def accepted_length(terms: Tensor, inside: Tensor) -> Tensor:
+    """Σ of E[A] over all starts of a batch, scalar, from `rao_blackwell_*` terms [B, N, γ].
+
+    Over the number of starts it is the mean E[A] of a round that begins anywhere. Real rounds
+    begin more often where acceptance is low: `expected_rounds` knows where.
+    """
+    return terms.masked_fill(~inside, 0.0).sum()
 
 
 def start_weights(m: Tensor, length: Tensor) -> Tensor:
@@ -128,3 +146,50 @@ def survival(m: Tensor, weights: Tensor, length: Tensor, drafted: Tensor) -> tup
     attempts = (weights[..., None] * tried).sum((0, 1))  # [γ]
     kept = m.masked_fill(~(tried & inside), 0.0)
     return (weights[..., None] * kept).sum((0, 1)), attempts
+
+
+def start_index(first: Tensor, length: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """Where each start's draft positions stand among a batch's reply tokens, and which exist.
+
+    `first` [B] is the index of each reply's first token, `length` [B] as everywhere the tokens
+    after it. Returns (index [B, N, γ], inside [B, N, γ]); index 0 stands where nothing is inside.
+    """
+    steps = int(length.max()) if len(length) else 0
+    s = torch.arange(steps, device=first.device)[:, None]  # [N, 1]
+    k = torch.arange(num_draft_tokens, device=first.device)  # [γ]
+    inside = s + k < length[:, None, None]  # [B, N, γ]
+    index = first[:, None, None] + 1 + s + k
+    return index.masked_fill(~inside, 0), inside
+
+
+def from_tokens(values: Tensor, index: Tensor, inside: Tensor, fill: float = 0.0) -> Tensor:
+    """Values by position and token, `[γ, R]`, as each start sees them: `[B, N, γ]`."""
+    k = torch.arange(values.shape[0], device=values.device)
+    return values[k, index].masked_fill(~inside, fill)
+
+
+def to_tokens(values: Tensor, index: Tensor, inside: Tensor, tokens: int) -> Tensor:
+    """The inverse of `from_tokens`, `[B, N, γ] -> [γ, R]`; 0 where no start looks."""
+    out = values.new_zeros(values.shape[-1], tokens)
+    k = torch.arange(values.shape[-1], device=values.device).expand_as(index)
+    return out.index_put((k[inside], index[inside]), values[inside])
+
+
+def position_weights(log_q: Tensor, inside: Tensor, floor: float) -> Tensor:
+    """Weights w_j = Σ_{m>=j} Π_{i<=m} q̃_i, q̃ = (1-a)·q(x) + a: `[B, N, γ]`, a = `floor`.
+
+    `log_q` [B, N, γ] is the draft's log-probability of the sampled tokens: a position counts as
+    much as what is expected to be reached through it. For the warm-up; no gradient flows.
+    """
+    smooth = (1.0 - floor) * log_q.detach().exp() + floor
+    reached = smooth.masked_fill(~inside, 0.0).cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+def independent_length(overlap: Tensor) -> Tensor:
+    """The surrogate Σ_k Π_{i<=k} α_i of E[A] that treats steps as independent: `[..., γ] -> [...]`.
+
+    A baseline under its own name: acceptance of one step is correlated with that of the next, so
+    it is biased even where every α_i is exact.
+    """
+    return overlap.cumprod(-1).sum(-1)

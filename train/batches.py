@@ -54,12 +54,20 @@ def _split(rows: Sequence[int], supervised: Sequence[int], budget: int) -> Itera
         yield batch
 
 
-def make_plan(records: Sequence[Record], tokens_per_batch: int, seed: int) -> Plan:
-    """Raises `UserError` if no record has a token that could be drafted."""
-    supervised = tuple(max(0, len(r.reply) - 1) for r in records)
+def make_plan(
+    records: Sequence[Record], tokens_per_batch: int, seed: int, use: Sequence[bool] | None = None
+) -> Plan:
+    """A plan over `records`, or those that `use` marks.
+
+    Raises `UserError` if none of them has a token that could be drafted.
+    """
+    used = use or [True] * len(records)
+    supervised = tuple(
+        max(0, len(r.reply) - 1) if mine else 0 for r, mine in zip(records, used, strict=True)
+    )
     if not any(supervised):
         raise UserError(
-            f"none of the {len(records)} training records has two reply tokens or more, so "
+            f"none of the {sum(used)} training records has two reply tokens or more, so "
             "there is nothing to train on; collect longer replies"
         )
     return Plan(tuple(len(r.ids) for r in records), supervised, tokens_per_batch, seed)

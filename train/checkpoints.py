@@ -24,6 +24,7 @@ def save_checkpoint(
     Raises `UserError` if it cannot be written; those before it stay whole.
     """
     final = folder / f"{_PREFIX}{step:06d}"
+    _remove_leftovers(accelerator, folder)
     try:
         _write(accelerator, final, {"step": step, **progress})
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors hide errno
@@ -34,6 +35,18 @@ def save_checkpoint(
     if accelerator.is_main_process:
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
+
+
+def _remove_leftovers(accelerator: Accelerator, folder: Path) -> None:
+    """Remove what killed processes left half-written or half-replaced."""
+    # One run owns the folder, and between two checkpoints none of its processes writes here, so
+    # all that is found is left over: process ids say less, other machines may share the folder.
+    # Only the main process removes, and the others wait: they write into one `.part` together.
+    if accelerator.is_main_process:
+        for ending in ("part", "old"):
+            for path in folder.glob(f".{_PREFIX}*.{ending}"):
+                shutil.rmtree(path, ignore_errors=True)
+    accelerator.wait_for_everyone()
 
 
 def _write(accelerator: Accelerator, final: Path, progress: dict[str, Any]) -> None:

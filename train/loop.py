@@ -5,7 +5,7 @@ import math
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -15,8 +15,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
@@ -33,20 +34,30 @@ from ..drafters.registry import family_config, new_drafter, resolved_taps
 from .batches import Plan, batches_per_epoch, endless, make_plan
 from .checkpoints import damaged_checkpoints, load_newest, save_checkpoint
 from .metrics import Meter, MetricsLog, training_progress
-from .step import Scorer, StepSums, objective_law, scored_tokens
-from .validate import held_out_overlap
+from .objective import Objective, bind_objective, switch_step
+from .optimizer import learning_rate, parameter_groups
+from .step import Scored, Scorer, scored_tokens
+from .validate import TAU, held_out_figures
 
 _SETTINGS = "settings.json"
+_BEST = "best"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training and held-out records with states, the domains' order, the batch plan."""
+    """Training and held-out records with states, the domains' order, the batch plans.
+
+    plan: of all training records; law_plan: of those sampled under the objective's law, which is
+    what an objective on accepted length is valid on (None if it is not trained); limit: the
+    collection's max_new_tokens.
+    """
 
     training: Sequence[Record]
     held_out: Sequence[Record]
     domains: tuple[str, ...]
     plan: Plan
+    law_plan: Plan | None
+    limit: int
 
     def load(self, indices: Sequence[int]) -> TrainBatch:
         return collate([self.training[i] for i in indices], self.domains)
@@ -68,26 +79,39 @@ def train(
     set_seed(recipe.seed)
     section = recipe.train
     accelerator = _accelerator(section, target)
-    data = load_data(recipe, target, store)
+    objective = bind_objective(recipe.objective, recipe.serving)
+    data = load_data(recipe, target, store, objective)
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     drafter = new_drafter(config, target, data.training)
-    run = _Run(recipe, accelerator, target, drafter, data, folder, console)
+    run = _Run(recipe, objective, accelerator, target, drafter, data, folder, console)
     if accelerator.is_main_process:
         write_json(folder / _SETTINGS, settings)
     with _stop_signal() as stop:
         run.fit(stop)
     if accelerator.is_main_process:
-        trained = {"recipe": recipe.name, "recipe_hash": recipe_hash(recipe), "steps": run.steps}
-        save_drafter(run.drafter, drafter_folder, target, trained)
+        trained = {**trained_by(recipe), "steps": run.steps}
+        if run.best.exists():
+            run.best.rename(drafter_folder)
+        else:
+            save_drafter(run.measured, drafter_folder, target, trained)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return drafter_folder
+
+
+def trained_by(recipe: Recipe) -> dict[str, Any]:
+    """What a drafter's folder says about its training."""
+    return {"recipe": recipe.name, "recipe_hash": recipe_hash(recipe)}
 
 
 def train_settings(recipe: Recipe, store: RecordStore) -> dict[str, Any]:
     """All that a trained drafter depends on."""
     sections = to_dict(recipe)
     depends = {name: sections[name] for name in ("seed", "drafter", "objective", "train")}
+    depends["law"] = bind_objective(recipe.objective, recipe.serving).law.__dict__
+    if recipe.objective.then is not None or recipe.train.patience is not None:
+        served = ("num_draft_tokens", "verifier", "drafting")
+        depends |= {name: sections["serving"][name] for name in served}
     return depends | {"records": settings_hash(store.settings)}
 
 
@@ -113,17 +137,31 @@ def _accelerator(section: TrainSection, target: Target) -> Accelerator:
     return Accelerator(mixed_precision=precision, log_with=trackers, cpu=on_cpu)
 
 
-def load_data(recipe: Recipe, target: Target, store: RecordStore) -> Data:
-    """Read the store's records and plan their batches."""
+def load_data(recipe: Recipe, target: Target, store: RecordStore, objective: Objective) -> Data:
+    """Read the store's records and plan their batches.
+
+    Raises `UserError` if the objective needs samples of a law that no training record is of.
+    """
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     taps = resolved_taps(config, target.num_layers)
     records = records_with_states(store, target, taps)
     training = [r for r in records if r.split == "train"]
-    held_out = [r for r in records if r.split == "heldout" and r.law.temperature > 0]
+    held_out = [r for r in records if r.split == "heldout" and r.law == objective.law]
     held_out.sort(key=lambda r: r.key)
     domains = tuple(sorted({r.domain for r in records}))
-    plan = make_plan(training, recipe.train.tokens_per_batch, recipe.seed)
-    return Data(training, held_out, domains, plan)
+    size = recipe.train.tokens_per_batch
+    plan = make_plan(training, size, recipe.seed)
+    law_plan = None
+    if objective.then is not None:
+        valid = [r.law == objective.law for r in training]
+        if not any(valid):
+            raise UserError(
+                f"objective.then {objective.then} is only valid on replies sampled under "
+                f"{objective.law.label}, and {store.folder} has none to train on; add "
+                f"{objective.law.temperature:g} to collect.temperatures and collect again"
+            )
+        law_plan = make_plan(training, size, recipe.seed, valid)
+    return Data(training, held_out, domains, plan, law_plan, int(store.settings["max_new_tokens"]))
 
 
 class _Run:
@@ -132,6 +170,7 @@ class _Run:
     def __init__(
         self,
         recipe: Recipe,
+        objective: Objective,
         accelerator: Accelerator,
         target: Target,
         drafter: Drafter,
@@ -139,69 +178,120 @@ class _Run:
         folder: Path,
         console: Console,
     ):
-        self.recipe, self.accelerator, self.data = recipe, accelerator, data
-        self.drafter, self.folder, self.console = drafter, folder, console
+        self.recipe, self.objective, self.accelerator = recipe, objective, accelerator
+        self.target, self.drafter, self.data = target, drafter, data
+        self.folder, self.console = folder, console
         section = recipe.train
         world = accelerator.num_processes
         per_epoch = batches_per_epoch(data.plan, world)
         epochs = math.ceil(section.epochs * per_epoch / section.accumulation)
         self.steps = section.steps or epochs
-        law = objective_law(recipe.objective)
         assert isinstance(drafter, nn.Module)
         drafter.to(accelerator.device)
-        p = DraftVocabularyP(target, drafter.draft_ids, law)
-        scorer = Scorer(drafter, recipe.objective, p)
+        p = DraftVocabularyP(target, drafter.draft_ids, objective.law)
+        scorer = Scorer(drafter, recipe.objective, objective, p)
         optimizer = torch.optim.AdamW(
-            _groups(drafter, section.weight_decay), lr=section.lr, betas=section.betas, fused=True
+            parameter_groups(drafter, section.weight_decay),
+            lr=section.lr,
+            betas=section.betas,
+            fused=True,
         )
         schedule = LambdaLR(optimizer, lambda step: learning_rate(step, self.steps, section))
         self.scorer, self.optimizer = accelerator.prepare(scorer, optimizer)
         self.schedule = schedule  # advanced by us, once per optimiser step, never per process
         accelerator.register_for_checkpointing(schedule)
+        self.average: AveragedModel | None = None
+        if section.ema > 0:
+            average = get_ema_multi_avg_fn(section.ema)
+            self.average = AveragedModel(drafter, multi_avg_fn=average)
+            accelerator.register_for_checkpointing(self.average)
         if section.wandb != "off":
             _start_tracker(accelerator, recipe, folder)
+
+    @property
+    def best(self) -> Path:
+        """Where the best weights lie while training, if patience asks for them."""
+        return self.folder / _BEST
+
+    @property
+    def measured(self) -> Drafter:
+        """The weights that are evaluated and saved: the moving average, if there is one."""
+        return self.drafter if self.average is None else self.average.module  # type: ignore[return-value]
 
     def fit(self, stop: "_Stop") -> None:
         section = self.recipe.train
         for path in damaged_checkpoints(self.folder):
             self.console.print(f"{path.name} is damaged and passed over", style="yellow")
-        progress = load_newest(self.accelerator, self.folder) or {"step": 0, "tokens": 0}
-        step, tokens = progress["step"], progress["tokens"]
-        log = MetricsLog(self.folder / "metrics.jsonl", step, self.accelerator)
+        at = _Progress(**(load_newest(self.accelerator, self.folder) or {}))
+        log = MetricsLog(self.folder / "metrics.jsonl", at.step, self.accelerator)
         meter = Meter(self.data.domains)
-        if step:
-            self.console.print(f"going on from step {step} of {self.steps}")
-            meter.restore(progress["meter"], self.accelerator)
-        batches = self._batches(step)
+        if at.step:
+            self.console.print(f"going on from step {at.step} of {self.steps}")
+            meter.restore(at.meter, self.accelerator)
+        batches, latest = self._batches(at), switch_step(self.recipe.objective, self.steps)
         self.scorer.train()
-        with training_progress(self.console, self.steps, step) as show:
-            while step < self.steps:
+        with training_progress(self.console, self.steps, at.step) as show:
+            while at.step < self.steps and not self._out_of_patience(at):
+                if at.switched is None and at.step >= latest:
+                    at.switched = at.step
+                    batches = self._batches(at)
                 window = list(islice(batches, section.accumulation))
-                norm = self._optimise(window, meter)
-                step += 1
-                tokens += sum(b.supervised for b in window)
-                if step % section.log_every == 0 or step == self.steps:
+                norm = self._optimise(window, meter, at.switched is not None)
+                at.step += 1
+                at.tokens += sum(b.supervised for b in window)
+                if at.step % section.log_every == 0 or at.step == self.steps:
                     rate = float(self.schedule.get_last_lr()[0])
                     line = meter.read(self.accelerator, norm, rate)
-                    log.write("train", step, line)
-                    show(step, line)
-                if step % section.eval_every == 0 or step == self.steps:
-                    log.write("heldout", step, self._validate())
-                if step % section.save_every == 0 or step == self.steps or stop.asked:
-                    at = {"tokens": tokens, "meter": meter.state(self.accelerator)}
-                    save_checkpoint(self.accelerator, self.folder, step, at, section.keep)
-                if stop.asked and step < self.steps:
+                    log.write("train", at.step, line)
+                    show(at.step, line)
+                if at.step % section.eval_every == 0 or at.step == self.steps:
+                    figures = self._validate()
+                    log.write("heldout", at.step, figures)
+                    if self._learn_from(figures, at):
+                        batches = self._batches(at)
+                if at.step % section.save_every == 0 or at.step == self.steps or stop.asked:
+                    at.meter = meter.state(self.accelerator)
+                    save_checkpoint(
+                        self.accelerator, self.folder, at.step, asdict(at), section.keep
+                    )
+                if stop.asked and at.step < self.steps:
                     raise KeyboardInterrupt
 
-    def _batches(self, step: int) -> Iterator[TrainBatch]:
-        accelerator = self.accelerator
-        begin = step * self.recipe.train.accumulation
-        return endless(
-            self.data.plan, begin, self.data.load, accelerator.process_index,
-            accelerator.num_processes,
-        )  # fmt: skip
+    def _out_of_patience(self, at: "_Progress") -> bool:
+        patience = self.recipe.train.patience
+        return patience is not None and at.worse >= patience
 
-    def _optimise(self, window: Sequence[TrainBatch], meter: Meter) -> float:
+    def _learn_from(self, figures: dict[str, float], at: "_Progress") -> bool:
+        """Keep the best weights, and switch objectives early; True if that was done just now."""
+        if not figures:
+            return False
+        if self.recipe.train.patience is not None:
+            if at.best is None or figures[TAU] > at.best:
+                at.best, at.worse = figures[TAU], 0
+                if self.accelerator.is_main_process:
+                    trained = {**trained_by(self.recipe), "steps": at.step}
+                    save_drafter(self.measured, self.best, self.target, trained)
+            else:
+                at.worse += 1
+        enough = self.recipe.objective.switch_overlap
+        early = self.objective.then is not None and at.switched is None and enough is not None
+        if early and enough is not None and figures["overlap_step_1"] >= enough:
+            at.switched = at.step
+            return True
+        return False
+
+    def _batches(self, at: "_Progress") -> Iterator[TrainBatch]:
+        """Batches from here on: of all records, or since the switch of those that are valid."""
+        accelerator, plan = self.accelerator, self.data.plan
+        begin = at.step * self.recipe.train.accumulation
+        if at.switched is not None and self.data.law_plan is not None:
+            plan = self.data.law_plan
+            begin = (at.step - at.switched) * self.recipe.train.accumulation
+        return endless(
+            plan, begin, self.data.load, accelerator.process_index, accelerator.num_processes
+        )
+
+    def _optimise(self, window: Sequence[TrainBatch], meter: Meter, switched: bool) -> float:
         """One optimiser step over the window's batches; returns the gradient norm.
 
         Every unrolled step's loss is divided by its token count in the *global* batch, known
@@ -210,17 +300,16 @@ class _Run:
         section, accelerator = self.recipe.train, self.accelerator
         counts = torch.stack([scored_tokens(b, section.unroll) for b in window]).sum(0)
         totals = accelerator.reduce(counts.to(accelerator.device).float(), "sum")  # [K]
-        decay = self.recipe.objective.position_decay ** torch.arange(section.unroll)
-        weights = decay.to(accelerator.device) / decay.sum()
         for number, batch in enumerate(window):
             last = number == len(window) - 1
             with _maybe_sync(accelerator, self.scorer, last):
-                sums: list[StepSums] = self.scorer(batch.to(accelerator.device), section.unroll)
-                loss = combine(sums, totals, weights)
+                scored: Scored = self.scorer(
+                    batch.to(accelerator.device), section.unroll, totals, switched
+                )
                 # DDP means gradients over processes, the loss is already divided by the global
                 # count: undo the mean.
-                accelerator.backward(loss * accelerator.num_processes)
-                meter.add(batch, sums)
+                accelerator.backward(scored.loss * accelerator.num_processes)
+                meter.add(batch, scored, float(totals[0]))
         norm = accelerator.clip_grad_norm_(self.drafter.trainable(), section.clip)
         value = float(norm)
         if not math.isfinite(value):
@@ -231,46 +320,37 @@ class _Run:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.drafter)  # type: ignore[arg-type]
         return value
 
     def _validate(self) -> dict[str, float]:
         records = self.data.held_out[: self.recipe.train.eval_conversations]
-        if not records:
-            return {}
-        steps = self.recipe.train.unroll
-        scorer = self.accelerator.unwrap_model(self.scorer)
-        return held_out_overlap(
-            scorer, records, self.data.domains, steps, self.accelerator.device
+        drafter = self.measured
+        assert isinstance(drafter, nn.Module)
+        drafter.eval()
+        figures = held_out_figures(
+            self.target, drafter, records, self.objective, self.recipe.train.unroll,
+            self.data.limit,
         )  # fmt: skip
+        drafter.train()
+        return figures
 
 
-def combine(sums: Sequence[StepSums], totals: Tensor, weights: Tensor) -> Tensor:
-    """Σ_k w_k · loss_k / N_k over the unrolled steps, `totals` and `weights` `[K]`.
+@dataclass
+class _Progress:
+    """Where a run stands, as a checkpoint keeps it.
 
-    A family that predicts in one pass has a single step, which carries all the weight.
+    switched: the step at which the second objective took over; best: highest expected τ so far;
+    worse: evaluations since then.
     """
-    if len(sums) == 1:
-        return sums[0].loss / totals[0].clamp_min(1)
-    parts = [w * s.loss / n.clamp_min(1) for s, n, w in zip(sums, totals, weights, strict=True)]
-    return torch.stack(parts).sum()
 
-
-def learning_rate(step: int, steps: int, section: TrainSection) -> float:
-    """Factor on the highest rate at optimiser step `step` of `steps`."""
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    if section.schedule == "constant":
-        return 1.0
-    done = (step - section.warmup_steps) / max(1, steps - section.warmup_steps)
-    shape = 1 - done if section.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return section.final_lr_fraction + (1 - section.final_lr_fraction) * shape
-
-
-def _groups(drafter: Drafter, decay: float) -> list[dict[str, Any]]:
-    matrices = [p for p in drafter.trainable() if p.dim() >= 2]
-    others = [p for p in drafter.trainable() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    return [g for g in groups if g["params"]]
+    step: int = 0
+    tokens: int = 0
+    switched: int | None = None
+    best: float | None = None
+    worse: int = 0
+    meter: dict[str, Any] = field(default_factory=dict)
 
 
 def _start_tracker(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:

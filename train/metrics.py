@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..drafters.base import TrainBatch
-from .step import StepSums
+from .step import Scored
 
 Show = Callable[[int, dict[str, float]], None]
 
@@ -32,13 +32,13 @@ class Meter:
         self.count = torch.zeros(len(self.domains), dtype=torch.float64)
         self.start = time.perf_counter()
 
-    def add(self, batch: TrainBatch, sums: Sequence[StepSums]) -> None:
-        """Count a batch by its first unrolled step."""
-        first = sums[0]
-        domain = batch.domain[first.token.cpu()]  # [R_0]
-        self.loss += first.loss.detach().double().cpu()
-        self.overlap.index_add_(0, domain, first.overlap.double().cpu())
-        self.mass.index_add_(0, domain, first.mass.double().cpu())
+    def add(self, batch: TrainBatch, scored: Scored, total: float) -> None:
+        """Count a batch by its first unrolled step; its loss was divided by the global `total`."""
+        shared, token = scored.measured.overlap[0], scored.token[0]
+        domain = batch.domain[token.cpu()]  # [N_0]
+        self.loss += scored.loss.detach().double().cpu() * total
+        self.overlap.index_add_(0, domain, shared.double().cpu())
+        self.mass.index_add_(0, domain, scored.measured.mass.double().cpu())
         self.count.index_add_(0, domain, torch.ones(len(domain), dtype=torch.float64))
 
     def state(self, accelerator: Accelerator) -> dict[str, Any]:
@@ -74,6 +74,7 @@ class Meter:
         for i, domain in enumerate(self.domains):
             if count[i] > 0:
                 line[f"overlap/{domain}"] = float(overlap[i] / count[i])
+                line[f"captured_mass/{domain}"] = float(mass[i] / count[i])
         self._reset()
         return line
 

@@ -1,32 +1,38 @@
-"""One batch through drafter and objective: loss sums, counts and overlap, per unrolled step."""
+"""One batch through drafter and objective: the loss, and what is to be reported about it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..configs.recipe import ObjectiveSection
-from ..data.warp import Law
 from ..drafters.base import Drafter, TrainBatch
-from ..drafters.distribution import DraftVocabularyP, reply_columns
-from .losses import ce, objective, overlap
-
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`f(log_p [N, V_d], logits [N, V_d], column [N])`, column being the sampled token's or -1."""
+from ..drafters.distribution import DraftVocabularyP
+from . import accepted_length as al
+from .fused import (
+    Head,
+    Measured,
+    Rounds,
+    Unrolled,
+    accepted_loss,
+    measure,
+    rounds_loss,
+    weighted_loss,
+)
+from .objective import Objective
+from .score import unrolled
 
 
 @dataclass(frozen=True)
-class StepSums:
-    """Sums over the tokens scored at one unrolled step (floats never meaned before pooling).
+class Scored:
+    """A batch's part of the global loss, with gradient, and what was measured on the way.
 
-    loss: scalar with gradient; overlap, mass: `[R_k]` per token; token: `[R_k]` index in the batch.
+    token: K x `[N_k]` the reply token that each of `measured.overlap` belongs to.
     """
 
     loss: Tensor
-    overlap: Tensor
-    mass: Tensor
-    token: Tensor
+    measured: Measured
+    token: list[Tensor]
 
 
 def scored_tokens(batch: TrainBatch, steps: int) -> Tensor:
@@ -38,39 +44,61 @@ def scored_tokens(batch: TrainBatch, steps: int) -> Tensor:
 class Scorer(nn.Module):
     """Drafter and objective as one module, so that accelerate wraps one forward."""
 
-    def __init__(self, drafter: Drafter, section: ObjectiveSection, p: DraftVocabularyP):
+    def __init__(
+        self,
+        drafter: Drafter,
+        section: ObjectiveSection,
+        objective: Objective,
+        p: DraftVocabularyP,
+    ):
         super().__init__()
         assert isinstance(drafter, nn.Module)
         self.drafter = drafter
-        self._p = p
-        self._temperature = section.temperature
-        self._loss = bound_objective(section)
+        self._section, self._objective, self._p = section, objective, p
 
-    def forward(self, batch: TrainBatch, steps: int) -> list[StepSums]:
-        table = self._p(batch.hidden, batch.log_z)  # [R, V_d]
-        mass = table.exp().sum(-1)  # [R]
-        column = reply_columns(batch, self.drafter.draft_ids, table.shape[-1])  # [R]
-        sums = []
-        for step in self.drafter.unroll(batch, steps):
-            logits = self.drafter.head(step.hidden)[:, : table.shape[-1]]  # [N, V_d], no padding
-            logits = logits.float() / self._temperature
-            log_p = table[step.token]  # [N, V_d]
-            loss = self._loss(log_p, logits, column[step.token]).sum()
-            with torch.no_grad():
-                shared = overlap(log_p, logits.detach())  # [N]
-            sums.append(StepSums(loss, shared, mass[step.token], step.token))
-        return sums
+    def forward(
+        self, batch: TrainBatch, steps: int, totals: Tensor, sequence: bool = False
+    ) -> Scored:
+        """The loss of `steps` unrolled steps; `sequence` takes the recipe's second objective.
+
+        `totals` `[steps]` counts the tokens each step scores in the *global* batch, so that the
+        losses of its parts add up to the whole's.
+        """
+        x, head = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
+        if sequence:
+            rounds = rounds_of(batch, self._objective, self.drafter.one_pass)
+            function = rounds_loss if self._objective.then == "rounds" else accepted_loss
+            total, measured = function(x, head, rounds)
+            return Scored(total / totals[0].clamp_min(1), measured, list(x.token))
+        weight = self._weights(batch, x, head, totals)
+        loss, measured = weighted_loss(x, head, self._objective.token, weight)
+        return Scored(loss, measured, list(x.token))
+
+    def _weights(self, batch: TrainBatch, x: Unrolled, head: Head, totals: Tensor) -> list[Tensor]:
+        """Weight of every scored token, K x `[N_k]`, its share of the global counts included."""
+        section = self._section
+        if section.position_weights == "product":
+            index, inside = al.start_index(batch.first, batch.reply_lens - 1, len(totals))
+            found = measure(x, head).log_q  # [K, R]
+            if self.drafter.one_pass:
+                found = found[:1].expand(len(totals), -1)
+            each = al.position_weights(
+                al.from_tokens(found, index, inside), inside, section.product_floor
+            )
+            by_token = al.to_tokens(each, index, inside, len(x.column))  # [K, R]
+            if self.drafter.one_pass:
+                by_token = by_token.sum(0, keepdim=True)
+            count = totals[0].clamp_min(1)
+            return [by_token[k, token] / count for k, token in enumerate(x.token)]
+        if len(x.token) == 1:  # a family that predicts in one pass has a single step
+            return [torch.ones_like(x.token[0], dtype=totals.dtype) / totals[0].clamp_min(1)]
+        decay = section.position_decay ** torch.arange(len(totals), device=totals.device)
+        share = decay / decay.sum() / totals.clamp_min(1)  # [K]
+        return [share[k].expand(len(token)) for k, token in enumerate(x.token)]
 
 
-def bound_objective(section: ObjectiveSection) -> Loss:
-    """The recipe's objective. Raises `UserError` for an unknown name."""
-    function = objective(section.name)
-    if function is ce:
-        return lambda log_p, logits, column: ce(logits, column)
-    options = {"eta": section.eta} if section.name == "lk_hybrid" else {}
-    return lambda log_p, logits, column: function(log_p, logits, **options)
-
-
-def objective_law(section: ObjectiveSection) -> Law:
-    """The law whose p the objective compares with."""
-    return Law(section.temperature)
+def rounds_of(batch: TrainBatch, objective: Objective, one_pass: bool) -> Rounds:
+    """All rounds that could start in a batch's replies."""
+    length = batch.reply_lens - 1
+    index, inside = al.start_index(batch.first, length, objective.num_draft_tokens)
+    return Rounds(index, inside, length, one_pass, objective.verifier == "block")

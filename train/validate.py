@@ -1,44 +1,53 @@
-"""α on held-out records while training, per domain and per unrolled step."""
+"""Held-out figures while training: α per domain and per unrolled step, expected tokens a round."""
 
 from collections.abc import Sequence
 
-import torch
-
 from ..data.records import Record
-from ..drafters.batch import collate
-from .step import Scorer
+from ..data.target import Target
+from ..drafters.base import Drafter
+from .objective import Objective
+from .score import Conversation, expected, score
 
-_ROWS = 8
+TAU = "tokens_per_round"
 
 
-@torch.no_grad()
-def held_out_overlap(
-    scorer: Scorer,
+def held_out_figures(
+    target: Target,
+    drafter: Drafter,
     records: Sequence[Record],
-    domains: Sequence[str],
+    objective: Objective,
     steps: int,
-    device: torch.device,
+    limit: int,
 ) -> dict[str, float]:
-    """Pooled overlap of the first step per domain, of every step over all, and captured mass."""
-    scorer.eval()
-    shared = torch.zeros(steps, len(domains), dtype=torch.float64)
-    count = torch.zeros(steps, len(domains), dtype=torch.float64)
-    mass = torch.zeros(len(domains), dtype=torch.float64)
-    ordered = sorted(records, key=lambda r: len(r.ids))
-    for start in range(0, len(ordered), _ROWS):
-        batch = collate(ordered[start : start + _ROWS], domains)
-        for k, sums in enumerate(scorer(batch.to(device), steps)):
-            domain = batch.domain[sums.token.cpu()]
-            shared[k].index_add_(0, domain, sums.overlap.double().cpu())
-            count[k].index_add_(0, domain, torch.ones(len(domain), dtype=torch.float64))
-            if k == 0:
-                mass.index_add_(0, domain, sums.mass.double().cpu())
-    scorer.train()
-    values = {"captured_mass": float(mass.sum() / count[0].sum())}
-    for k in range(steps):
-        if count[k].sum() > 0:
-            values[f"overlap_step_{k + 1}"] = float(shared[k].sum() / count[k].sum())
-    for i, name in enumerate(domains):
-        if count[0, i] > 0:
-            values[f"overlap/{name}"] = float(shared[0, i] / count[0, i])
+    """Pooled over conversations, of records sampled under the objective's law.
+
+    `overlap_step_k` over all domains, `overlap/DOMAIN` of the first step, `captured_mass` and its
+    parts by domain (the ceiling of α), expected τ in all and by domain.
+    """
+    steps = max(steps, objective.num_draft_tokens)
+    found = score(
+        target, drafter, records, objective.law, steps, limit, objective.drafting
+    )  # fmt: skip
+    if not found:
+        return {}
+    values = {}
+    for k in range(len(found[0].overlap)):
+        if pooled := _overlap(found, k):
+            values[f"overlap_step_{k + 1}"] = pooled
+    values |= _figures(found, objective, "")
+    for domain in sorted({c.domain for c in found}):
+        own = [c for c in found if c.domain == domain]
+        values[f"overlap/{domain}"] = _overlap(own, 0)
+        values |= _figures(own, objective, f"/{domain}")
     return values
+
+
+def _overlap(found: Sequence[Conversation], step: int) -> float:
+    count = sum(c.overlap[step][1] for c in found)
+    return sum(c.overlap[step][0] for c in found) / max(1, count)
+
+
+def _figures(found: Sequence[Conversation], objective: Objective, suffix: str) -> dict[str, float]:
+    tau = expected(found, objective.num_draft_tokens, objective.verifier).tokens_per_round
+    mass = sum(c.mass for c in found) / sum(c.tokens for c in found)
+    return {f"{TAU}{suffix}": tau, f"captured_mass{suffix}": mass}

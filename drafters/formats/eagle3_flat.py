@@ -82,7 +82,7 @@ def read(folder: Path, embedding: Tensor) -> Eagle3Drafter:
     raw, path = read_config(folder), folder / "config.json"
     if raw.get("norm_before_residual"):
         raise UserError(f"{path}: norm_before_residual is true, which this layout does not read")
-    taps = _taps(raw, path)
+    taps = read_taps(raw, path)
     tensors = read_tensors(folder)
     old = ("rope_theta", "rope_scaling") if raw.get("rope_parameters") else ()
     config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", *old)})
@@ -112,7 +112,11 @@ def _draft_ids(raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) ->
     return ids
 
 
-def _taps(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+def read_taps(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+    """Target layers (0-based outputs) that the config `raw` of `path` names.
+
+    Raises `UserError` if it names none, or different ones in its two conventions.
+    """
     nested = raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     outer = raw.get("eagle_aux_hidden_state_layer_ids")
     if nested is None and outer is None:

@@ -56,4 +56,8 @@ def read(folder: Path, draft_ids: torch.Tensor | None = None) -> CausalDrafter:
         faults.append(f"'{name}' is {list(found)}, must be {list(expected)}")
     if faults:
         raise UserError(f"{folder}: tensor {'; '.join(faults)}")
+    # They lie where the mapped file has them, and products of unaligned weights round otherwise
+    # than those of the drafter that was saved.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     return CausalDrafter(model, draft_ids)

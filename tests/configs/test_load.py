@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -107,8 +107,8 @@ def test_every_option_has_a_docstring_under_it() -> None:
             "'train.steps' in {file} must be a whole number or null, not 2.5",
         ),
         (
-            "name: r\neval: {num_draft_tokens: true}",
-            "'eval.num_draft_tokens' in {file} must be a whole number, not true",
+            "name: r\nserving: {num_draft_tokens: true}",
+            "'serving.num_draft_tokens' in {file} must be a whole number, not true",
         ),
         (
             "name: r\ntrain: {betas: [0.9]}",
@@ -118,6 +118,11 @@ def test_every_option_has_a_docstring_under_it() -> None:
             "name: r\ntrain: {schedule: cosin}",
             "'train.schedule' in {file} must be 'cosine' or 'linear' or 'constant', "
             "not \"cosin\" (did you mean 'cosine'?)",
+        ),
+        (
+            "name: r\ntarget: {dtype: int7}",
+            "'target.dtype' in {file} must be 'auto' or 'float32' or 'bfloat16' or 'float16', "
+            'not "int7"',
         ),
         ("name: r\ntrain:", "'train' in {file} must be a mapping of options, not null"),
         ("- name: r", '{file} must be a mapping of options, not [{{"name": "r"}}]'),
@@ -145,12 +150,12 @@ def test_a_mistake_is_named_by_its_dotted_key(tmp_path: Path, text: str, message
         ("serving.laws=[]", "serving.laws"),
         ("collect.temperatures=[0.5, -0.1]", "collect.temperatures"),
         ("objective.position_decay=0", "objective.position_decay"),
-        ("objective.temperature=0", "objective.temperature"),
+        ("objective.switch_at=2", "objective.switch_at"),
         ("train.steps=0", "train.steps"),
         ("train.lr=.nan", "train.lr"),
         ("train.lr=.inf", "train.lr"),
         ("train.betas=[0.9, 1]", "train.betas"),
-        ("eval.num_draft_tokens=0", "eval.num_draft_tokens"),
+        ("serving.num_draft_tokens=0", "serving.num_draft_tokens"),
         ("eval.sweep=[1, 0]", "eval.sweep"),
         ("name=runs/a", "name"),
         ("seed=-1", "seed"),
@@ -188,6 +193,31 @@ def test_parse_names_the_section_and_takes_any_dataclass() -> None:
         with pytest.raises(UserError) as caught:
             parse(Family, mapping, "r.yaml", "drafter")
         assert str(caught.value) == message
+
+
+def test_unions_are_named_by_their_key_alone() -> None:
+    """pydantic puts the member that it tried behind the key."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Family:
+        one: Literal["auto"] | Literal["half", "full"] = "auto"
+        maybe: Literal["auto"] | Literal["half", "full"] | None = None
+        each: tuple[Literal["auto"] | Literal["half", "full"], ...] = ()
+        free: float | str = 0.0
+
+    assert parse(Family, {"maybe": "full", "each": ["half"]}, "r") == Family(
+        "auto", "full", ("half",)
+    )
+    for mapping, message in [
+        ({"one": "int7"}, "'one' in r must be 'auto' or 'half' or 'full', not \"int7\""),
+        ({"one": "hal"}, "must be 'auto' or 'half' or 'full', not \"hal\" (did you mean 'half'?)"),
+        ({"maybe": 3}, "'maybe' in r must be 'auto' or 'half' or 'full' or null, not 3"),
+        ({"each": ["auto", 3]}, "'each.1' in r must be 'auto' or 'half' or 'full', not 3"),
+        ({"free": None}, "'free' in r must be a number or text, not null"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            parse(Family, mapping, "r")
+        assert str(caught.value).endswith(message)
 
 
 def test_did_you_mean() -> None:

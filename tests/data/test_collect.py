@@ -84,7 +84,9 @@ def test_training_prompts_at_all_temperatures_held_out_ones_under_served_laws(
     )
     assert skipped == []
     asked = sorted((r.prompt_id, r.law.label) for r in requests)
-    training = [(f"id{n}", label) for n in (0, 1, 3, 4) for label in ("T=0", "T=1")]
+    # A law that truncates is answered in training too: objectives on length need its samples.
+    labels = ("T=0", "T=1", "T=0.8 top_p=0.9")
+    training = [(f"id{n}", label) for n in (0, 1, 3, 4) for label in labels]
     held = [("id2", "T=0"), ("id2", "T=0.8 top_p=0.9")]  # two greedy laws are one
     assert asked == sorted(training + held)
     assert len({r.seed for r in requests}) == len(requests)

@@ -1,6 +1,9 @@
 """Files and folders appear whole or not at all."""
 
 import json
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,37 @@ def test_a_failure_keeps_the_old_folder(tmp_path: Path, exists: bool) -> None:
         (part / "half").write_text("x", encoding="utf-8")
         raise KeyboardInterrupt
     assert [p.name for p in tmp_path.rglob("*")] == (["model", "config.json"] if exists else [])
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
+def ordinary(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The mode of a new file under some umask, which holds for the test."""
+    before = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(before)
+
+
+def write_private(path: Path) -> None:
+    path.touch(0o600)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_follow_the_umask(tmp_path: Path, ordinary: int) -> None:
+    """Whatever the mode of the temporary files that a library writes through."""
+    with whole_file(tmp_path / "a.bin") as part:
+        write_private(part)
+    with whole_folder(tmp_path / "model") as part:
+        write_private(part / "weights")
+        (part / "deep").mkdir()
+        write_private(part / "deep" / "weights")
+        (part / "run").touch(0o700)
+    assert mode(tmp_path / "a.bin") == ordinary
+    assert mode(tmp_path / "model" / "weights") == ordinary
+    assert mode(tmp_path / "model" / "deep" / "weights") == ordinary
+    assert mode(tmp_path / "model" / "run") == ordinary | 0o100
 
 
 def test_json_is_readable(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Record shards: what goes in comes out, half-written or damaged ones are never used."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,13 @@ def test_low_precision_taps(tmp_path: Path) -> None:
     assert back.states is not None
     assert back.states.taps.dtype == torch.bfloat16
     assert torch.equal(back.states.taps, half.taps)
+
+
+def test_a_shard_is_as_readable_as_any_file(tmp_path: Path) -> None:
+    shard = filled(tmp_path, 1).shards()[0]
+    (tmp_path / "ordinary").touch()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (shard, tmp_path / "ordinary")]
+    assert modes[0] == modes[1]
 
 
 # ---- settings

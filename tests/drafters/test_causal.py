@@ -92,6 +92,11 @@ def test_a_tied_head_stays_tied(load_tiny: Callable[..., Target]) -> None:
         assert same == tied
 
 
+def test_every_tensor_is_held_under_one_name(any_target: Target) -> None:
+    drafter = CausalDrafter.from_target(any_target, CausalConfig(), SOME)
+    assert list(drafter.state_dict()) == [f"model.{name}" for name in drafter.model.state_dict()]
+
+
 def test_head_sizes_are_carried_over(load_tiny: Callable[..., Target]) -> None:
     drafter = CausalDrafter.from_target(load_tiny("qwen3"), CausalConfig(layers=(0,)), None)
     assert drafter.model.config.head_dim == 16  # 4 heads of 16 at hidden size 32

@@ -301,6 +301,44 @@ def test_the_same_tokens_of_another_folder_are_accepted(
     assert torch.equal(drafted(load_drafter(folder, again)), drafted(drafter))
 
 
+# ---- another shape of the target
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, r"reads the layers \[0, 1, 2\], those of '.*' are 0 to 1$"),
+        ({"hidden_size": 24}, r"reads states of width 32, those of '.*' have 24$"),
+        ({"vocab_size": 300}, r"reads embeddings of 400 tokens, '.*' has those of 300$"),
+    ],
+)
+def test_a_head_whose_inputs_the_target_lacks_is_refused(
+    changes: dict[str, int],
+    said: str,
+    tiny_target: Target,
+    load_tiny: Callable[..., Target],
+    tmp_path: Path,
+) -> None:
+    folder = save_drafter(build(tiny_target, "eagle3"), tmp_path / "d", tiny_target, {})
+    with pytest.raises(UserError, match=said):
+        load_drafter(folder, load_tiny(**changes))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "causal reduced"])
+def test_draft_ids_beyond_the_target_are_refused(
+    kind: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_drafter(build(tiny_target, kind), tmp_path / "d", tiny_target, {})
+    last = int(SOME.max())
+    monkeypatch.setattr(tiny_target, "vocab_size", last + 1)
+    load_drafter(folder, tiny_target)
+    monkeypatch.setattr(tiny_target, "vocab_size", last)
+    with pytest.raises(
+        UserError, match=rf"tokens up to id {last}, those of '.*' end at {last - 1}$"
+    ):
+        load_drafter(folder, tiny_target)
+
+
 def test_padded_rows_are_no_other_tokenizer(
     load_tiny: Callable[..., Target], tmp_path: Path
 ) -> None:

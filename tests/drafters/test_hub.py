@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from draftsmith.configs.errors import UserError
+from draftsmith.data.embedded import QUANTISATION
+from draftsmith.drafters.checkpoint import LAYOUTS as WRITTEN
 from draftsmith.drafters.hub import LAYOUTS, model_card
 
 SAMPLE = Path(__file__).resolve().parents[1] / "fixtures" / "report.json"
@@ -86,6 +88,10 @@ def test_dequantised_weights_are_not_passed_off_as_the_hubs(report: dict[str, An
     card = card_of(report)
     assert "Measured against Q8_0 weights, dequantised to float32**, not against" in card
     assert "target weights: Q8_0, dequantised" in card
+    report["provenance"]["target"]["quantisation"] = QUANTISATION
+    card = card_of(report)
+    assert "against Q4_1 GGUF weights, dequantised to float32**" in card
+    assert "target weights: Q4_1 GGUF, dequantised\n" in card
     report["provenance"]["target"]["quantisation"] = None
     card = card_of(report)
     assert "dequantised" not in card
@@ -127,8 +133,7 @@ def test_commands_for_eagle3(report: dict[str, Any]) -> None:
     }
 
 
-def test_commands_for_the_other_layouts(report: dict[str, Any]) -> None:
-    assert commands(card_of(report, "speculators")) == [["vllm", "serve", DRAFT]]
+def test_commands_for_a_draft_lm(report: dict[str, Any]) -> None:
     card = card_of(report, "transformers")
     (vllm,) = commands(card)
     assert json.loads(vllm[4])["method"] == "draft_model"
@@ -187,6 +192,10 @@ def test_a_report_without_timing(report: dict[str, Any]) -> None:
     card = card_of(report)
     assert "| – | – |" in card
     assert "greedy outputs not checked" in card
+
+
+def test_a_card_exists_for_what_is_written_and_no_more() -> None:
+    assert set(LAYOUTS) == set(WRITTEN.values())
 
 
 def test_an_unknown_layout_is_refused(report: dict[str, Any]) -> None:

@@ -207,15 +207,17 @@ def test_a_row_does_not_feel_its_neighbours(
 
 
 @pytest.mark.parametrize(
-    ("kind", "law", "eos"),
+    ("kind", "law", "eos", "how"),
     [
-        (None, Law(1.0), 5),
-        ("eagle3", Law(1.0), None),
-        ("eagle3 reduced", Law(1.0), 5),
-        ("causal", Law(1.0), 5),
-        ("eagle3 reduced", Law(0.6, top_k=4), None),
-        ("causal", Law(0.6, top_k=4), 5),
-        ("eagle3", Law(1.3, top_p=0.7), 5),
+        (None, Law(1.0), 5, ()),
+        ("eagle3", Law(1.0), None, ()),
+        ("eagle3 reduced", Law(1.0), 5, ()),
+        ("eagle3 reduced", Law(1.0), 5, ("block",)),
+        ("causal", Law(1.0), 5, ()),
+        ("causal", Law(1.0), None, ("token", "greedy")),
+        ("eagle3 reduced", Law(0.6, top_k=4), None, ("block", "greedy")),
+        ("causal", Law(0.6, top_k=4), 5, ("block",)),
+        ("eagle3", Law(1.3, top_p=0.7), 5, ()),
     ],
     ids=lambda x: x.label if isinstance(x, Law) else str(x),
 )
@@ -223,6 +225,7 @@ def test_outputs_follow_the_targets_law(
     kind: str | None,
     law: Law,
     eos: int | None,
+    how: tuple[str, ...],
     small_target: Target,
     with_eos: Callable[..., Target],
     make_drafter: MakeDrafter,
@@ -234,7 +237,7 @@ def test_outputs_follow_the_targets_law(
     (request,) = make_requests(target, [5], law)
     requests = [Request(**{**request.__dict__, "seed": seed}) for seed in range(count)]
     drafter = None if kind is None else make_drafter(kind, target)
-    outputs = decode(target, requests, DecodeSettings(limit, 2), drafter)
+    outputs = decode(target, requests, DecodeSettings(limit, 2, *how), drafter)
     if drafter is not None:
         rates = [sum(a > 0 for _, a in o.rounds) for o in outputs]
         assert 0.02 < sum(rates) / count < 1.9, "both outcomes of verification occur"

@@ -12,13 +12,8 @@ from draftsmith.data.target import Target
 from draftsmith.data.warp import Law, log_probs
 from draftsmith.drafters.base import Drafter
 from draftsmith.eval.decode import DecodeSettings, Output, decode
-from draftsmith.eval.estimate import (
-    Conversation,
-    captured_mass,
-    estimate,
-    overlap_interval,
-    score,
-)
+from draftsmith.eval.estimate import captured_mass, estimate, overlap_bounds, overlap_interval
+from draftsmith.train.score import Conversation, expected, score
 
 LIMIT = 16
 GAMMAS = (1, 2, 4)
@@ -28,8 +23,8 @@ MakeRequests = Callable[..., list[Request]]
 Answers = Callable[..., list[Record]]
 
 
-def expected_rounds(conversation: Conversation, law: Law, gamma: int) -> float:
-    return conversation.tokens / estimate([conversation], law, gamma, 2).tokens_per_round.value
+def expected_rounds(conversation: Conversation, gamma: int, verifier: str = "token") -> float:
+    return float(expected([conversation], gamma, verifier).rounds)
 
 
 def survivals(outputs: Sequence[Output], gamma: int) -> list[float]:
@@ -63,28 +58,34 @@ def test_greedy_rounds_are_known_exactly(
         assert [o.ids for o in outputs] == [r.reply.tolist() for r in records]
         for conversation, i in zip(scored, replied, strict=True):
             assert conversation.tokens == len(outputs[i].ids) - 1
-            rounds = expected_rounds(conversation, law, gamma)
+            rounds = expected_rounds(conversation, gamma)
             assert rounds == pytest.approx(len(outputs[i].rounds))
-        found = estimate(scored, law, gamma, 10)
+        found = estimate(scored, gamma, "token", 10)
         assert found.survival == pytest.approx(survivals(outputs, gamma))
+        assert estimate(scored, gamma, "block", 10) == found, "one-hot drafts"
     drafted = sum(len(o.rounds) for o in outputs)
     assert kind == "self" or drafted > 20
     assert any(a for o in outputs for _, a in o.rounds), "some drafts must be right"
 
 
 @pytest.mark.parametrize(
-    ("kind", "law"),
+    ("kind", "law", "verifier", "drafting"),
     [
-        ("eagle3", Law(1.0)),
-        ("eagle3 reduced", Law(0.7, top_k=6)),
-        ("causal", Law(1.0)),
-        ("causal", Law(0.7, top_k=6)),
+        ("eagle3", Law(1.0), "token", "sampled"),
+        ("eagle3", Law(1.0), "block", "sampled"),
+        ("eagle3 reduced", Law(0.7, top_k=6), "block", "sampled"),
+        ("eagle3 reduced", Law(0.7, top_k=6), "token", "greedy"),
+        ("causal", Law(1.0), "token", "sampled"),
+        ("causal", Law(0.7, top_k=6), "block", "sampled"),
+        ("causal", Law(1.0), "block", "greedy"),
     ],
     ids=lambda x: x.label if isinstance(x, Law) else x,
 )
 def test_sampled_rounds_are_known_in_the_mean(
     kind: str,
     law: Law,
+    verifier: str,
+    drafting: str,
     small_target: Target,
     with_eos: Callable[..., Target],
     make_drafter: MakeDrafter,
@@ -97,11 +98,11 @@ def test_sampled_rounds_are_known_in_the_mean(
     requests = make_requests(target, [1 + i % 7 for i in range(count)], law)
     drafter = make_drafter(kind, target)
     records = answers(target, requests, limit)
-    scored = score(target, drafter, records, law, gamma, limit)
+    scored = score(target, drafter, records, law, gamma, limit, drafting)
     others = [Request(**{**r.__dict__, "seed": r.seed + 10_000}) for r in requests]
-    outputs = decode(target, others, DecodeSettings(limit, gamma), drafter)
+    outputs = decode(target, others, DecodeSettings(limit, gamma, verifier, drafting), drafter)
 
-    estimated = np.array([[c.tokens, expected_rounds(c, law, gamma)] for c in scored])
+    estimated = np.array([[c.tokens, expected_rounds(c, gamma, verifier)] for c in scored])
     decoded = np.array([[len(o.ids) - 1, len(o.rounds)] for o in outputs], dtype=float)
     value, error = ratio(estimated)
     other, other_error = ratio(decoded)
@@ -109,7 +110,7 @@ def test_sampled_rounds_are_known_in_the_mean(
     assert abs(value - other) < 4 * np.hypot(error, other_error)
     assert error < 0.05 and other_error < 0.06, "a difference of a quarter would show"
 
-    found = estimate(scored, law, gamma, 10)
+    found = estimate(scored, gamma, verifier, 10)
     assert found.tokens_per_round.value == pytest.approx(value)
     for k, (one, two) in enumerate(zip(found.survival, survivals(outputs, gamma), strict=True)):
         attempts = sum(d > k for o in outputs for d, _ in o.rounds)
@@ -151,7 +152,7 @@ def test_overlap_and_mass_are_direct_sums(
         shared.append(float(torch.minimum(p, q)[own].sum()))
         mass.append(float(p[own][:, columns].sum()))
         tokens += len(record.reply) - 1
-    assert [c.overlap for c in scored] == pytest.approx(shared, abs=1e-4)
+    assert [c.overlap[0][0] for c in scored] == pytest.approx(shared, abs=1e-4)
     assert [c.mass for c in scored] == pytest.approx(mass, abs=1e-4)
     assert overlap_interval(scored, 50).value == pytest.approx(sum(shared) / tokens, abs=1e-5)
     assert captured_mass(scored) == pytest.approx(sum(mass) / tokens, abs=1e-5)
@@ -169,3 +170,32 @@ def test_records_keep_their_order_and_short_ones_fall_out(
     scored = score(small_target, drafter, records, Law(1.0), 2, LIMIT)
     assert [c.tokens for c in scored] == [5, 2]
     assert {c.limit for c in scored} == {LIMIT - 1}
+
+
+def test_bounds_from_the_stored_top_hold_the_true_overlap() -> None:
+    """Served top-K log-probabilities: never renormalised, or a heavy tail reads 0.70 for 0.27."""
+    torch.manual_seed(2)
+    for k in (1, 5, 40, 200):
+        p, q = (3.0 * torch.randn(2, 50, 200, dtype=torch.float64)).log_softmax(-1)
+        top = p.topk(k).indices
+        low, high = overlap_bounds(p.gather(-1, top), q.gather(-1, top))
+        true = p.exp().minimum(q.exp()).sum(-1)
+        assert bool((low <= true + 1e-12).all()) and bool((true <= high + 1e-12).all())
+        assert bool(((high - low) <= 1 - p.gather(-1, top).exp().sum(-1) + 1e-12).all())
+    torch.testing.assert_close(low, true)
+    torch.testing.assert_close(high, true)
+
+
+def test_renormalising_the_top_would_overstate_the_overlap() -> None:
+    """§6's heavy-tailed toy: both laws agree on the head, and have disjoint tails."""
+    head, tail = 27, 100
+    p, q = torch.zeros(2, head + 2 * tail, dtype=torch.float64)
+    p[:head], q[:head] = 0.01, 0.01
+    p[head : head + tail], q[head + tail :] = 0.73 / tail, 0.73 / tail
+    top = p.topk(head).indices
+    low, high = overlap_bounds(p[top].log(), q[top].log())
+    true = float(p.minimum(q).sum())
+    assert true == pytest.approx(0.27)
+    assert float(low) == pytest.approx(true) and float(high) == pytest.approx(1.0)
+    renormalised = (p[top] / p[top].sum()).minimum(q[top] / q[top].sum()).sum()
+    assert float(renormalised) > float(low) + 0.5

@@ -75,11 +75,10 @@ def world(
     recipe = Recipe(
         name="tiny",
         target=TargetSection(device="cpu"),
-        serving=ServingSection(LAWS),
+        serving=ServingSection(LAWS, num_draft_tokens=GAMMA),
         domains=tuple(domains),
         collect=CollectSection(temperatures=(1.0,), max_new_tokens=LIMIT),
         eval=EvalSection(
-            num_draft_tokens=GAMMA,
             sweep=(1, 2, 3),
             timed_lengths=(1,),
             decode_batch=4,

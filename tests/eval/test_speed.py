@@ -50,7 +50,7 @@ def test_calibration_gives_every_cost(
 ) -> None:
     drafter = make_drafter(kind, small_target)
     rows = {1: 0.5, 2: 0.6, 3: 0.7}
-    cost = calibrate(small_target, drafter, requests, law, 8, rows, 2, "token")
+    cost = calibrate(small_target, drafter, requests, law, rows, DecodeSettings(8, 2))
     assert cost.v == {1: 1.0, 2: pytest.approx(1.2), 3: pytest.approx(1.4)}
     for value in (cost.seconds, cost.c, cost.c_first, cost.o, cost.o_plain):
         assert 0 < value < math.inf
@@ -90,7 +90,7 @@ def test_costs_are_means_over_what_was_counted(
     monkeypatch.setattr(speed, "decode", counted)
     rows = {1: 0.5, 2: 0.6, 3: 0.7}
     drafter = make_drafter("causal", small_target)
-    cost = calibrate(small_target, drafter, requests, Law(1.0), 8, rows, 2, "token")
+    cost = calibrate(small_target, drafter, requests, Law(1.0), rows, DecodeSettings(8, 2))
     assert cost.seconds == pytest.approx(0.01)
     assert (cost.c_first, cost.c) == (pytest.approx(0.2), pytest.approx(0.1))
     assert cost.o_plain == pytest.approx(0.2)
@@ -103,7 +103,7 @@ def test_a_cell_is_timed_with_every_length(
     small_target: Target, make_drafter: MakeDrafter, requests: list[Request]
 ) -> None:
     drafter = make_drafter("causal", small_target)
-    timing = time_cell(small_target, drafter, requests, 10, (2, 1, 2), "token")
+    timing = time_cell(small_target, drafter, requests, DecodeSettings(10, 2), (1, 2))
     assert timing.prompts == 3
     assert timing.plain_tokens_per_s > 0
     assert timing.fast_tokens_per_s.keys() == timing.speedup.keys() == {1, 2}
@@ -129,7 +129,8 @@ def test_loops_take_turns_in_both_orders(
         return decode(target, asked, settings, drafter, clock)
 
     monkeypatch.setattr(speed, "decode", noted)
-    time_cell(small_target, make_drafter("causal", small_target), requests[:2], 6, (2,), "token")
+    drafter = make_drafter("causal", small_target)
+    time_cell(small_target, drafter, requests[:2], DecodeSettings(6, 2))
     assert order == [(0, False), (2, True), (2, True), (0, False)]
 
 

@@ -141,7 +141,7 @@ def test_a_draft_lm_goes_the_same_way(recipe_file: Path, tmp_path: Path) -> None
         (["train.stepz=3"], ["unknown key 'train.stepz'", "the command line", "'train.steps'"]),
         (["drafter={family: eagel3}"], ["'eagel3'", "drafter.family", "did you mean 'eagle3'"]),
         (["drafter.tapz=[1]"], ["unknown key 'drafter.tapz'", "recipe 'tiny'", "drafter.taps"]),
-        (["objective.name=kll"], ["'kll'", "fkl", "lk_hybrid"]),
+        (["objective.loss=kll"], ["'kll'", "fkl", "lk_hybrid"]),
         (["train.lr=fast"], ["'train.lr'", "must be a number", '"fast"']),
         (["train.lr"], ["'train.lr'", "section.key=value"]),
         (["domains.0.source=cod"], ["no prompts at 'cod'", "did you mean 'code'"]),

@@ -80,7 +80,7 @@ def test_prompts_on_the_command_line_are_all_held_out() -> None:
     [
         (Recipe(name="x", drafter={"family": "eagle"}), "unknown drafter.family 'eagle'"),
         (Recipe(name="x", drafter={"family": "eagle3", "taps": [1]}), "takes three layers"),
-        (Recipe(name="x", objective=ObjectiveSection(name="kl")), "'kl'"),
+        (Recipe(name="x", objective=ObjectiveSection(loss="kl")), "'kl'"),
     ],
 )
 def test_a_recipe_is_checked_before_a_model_is_loaded(recipe: Recipe, words: str) -> None:

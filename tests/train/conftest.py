@@ -1,10 +1,14 @@
 """A tiny target's answers, and recipes that train on them within a second."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
 
 from draftsmith.configs.recipe import (
     CollectSection,
@@ -17,11 +21,13 @@ from draftsmith.data.collect import collect_settings
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
+from draftsmith.train.loop import train
 
 TAPS = (1, 1, 2)  # as in the records of tests/conftest.py
 LIMIT = 14
 
 RecipeFactory = Callable[..., Recipe]
+Trainer = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture
@@ -69,3 +75,16 @@ def store(
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+@pytest.fixture
+def fit(tiny_target: Target, store: RecordStore) -> Trainer:
+    """`fit(recipe, folder)` trains and returns the drafter's tensors."""
+
+    def run(recipe: Recipe, folder: Path, **changes: Any) -> dict[str, Tensor]:
+        console = changes.pop("console", Console(file=io.StringIO()))
+        drafter = train(recipe, tiny_target, changes.pop("store", store), folder, console)
+        assert drafter == folder / "drafter"
+        return load_file(drafter / "model.safetensors")
+
+    return run

@@ -2,6 +2,8 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +133,39 @@ def test_a_kill_while_saving_leaves_no_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         training.save(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+LEFT = (".step-000005.part", ".step-000007.4711.part", ".step-000005.4711.old")
+
+
+def test_what_a_killed_process_left_is_removed(training: Training, tmp_path: Path) -> None:
+    training.save(tmp_path, 5)
+    for name in (*LEFT, ".metrics.4711.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    training.save(tmp_path, 10)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".metrics.4711.part", "step-000005", "step-000010"]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_of_several_processes_one_removes_before_any_writes(main: bool, tmp_path: Path) -> None:
+    for name in LEFT:
+        (tmp_path / name).mkdir()
+    waits: list[int] = []
+
+    def save_state(folder: str) -> None:
+        assert waits == [0 if main else len(LEFT)]
+        Path(folder).mkdir()
+
+    accelerator: Any = SimpleNamespace(
+        is_main_process=main,
+        num_processes=2,
+        save_state=save_state,
+        wait_for_everyone=lambda: waits.append(len(list(tmp_path.glob(".step-*")))),
+    )
+    save_checkpoint(accelerator, tmp_path, 10, {}, keep=1)
+    assert len(waits) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,33 +16,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import ObjectiveSection, Recipe, TrainSection
+from draftsmith.configs.recipe import (
+    LawSection,
+    ObjectiveSection,
+    Recipe,
+    ServingSection,
+    TrainSection,
+)
 from draftsmith.data.records import Record
-from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import load_drafter, read_own
 from draftsmith.train import loop
 from draftsmith.train.batches import Plan
 from draftsmith.train.checkpoints import checkpoints
-from draftsmith.train.loop import combine, learning_rate, load_data, train
-from draftsmith.train.step import StepSums
+from draftsmith.train.optimizer import learning_rate
 
 RecipeFactory = Callable[..., Recipe]
 Trainer = Callable[..., dict[str, Tensor]]
 FAMILIES = ["eagle3", "causal"]
-
-
-@pytest.fixture
-def fit(tiny_target: Target, store: RecordStore) -> Trainer:
-    """`fit(recipe, folder)` trains and returns the drafter's tensors."""
-
-    def run(recipe: Recipe, folder: Path, **changes: Any) -> dict[str, Tensor]:
-        console = changes.pop("console", Console(file=io.StringIO()))
-        drafter = train(recipe, tiny_target, changes.pop("store", store), folder, console)
-        assert drafter == folder / "drafter"
-        return load_file(drafter / "model.safetensors")
-
-    return run
 
 
 def log_of(folder: Path, kind: str = "") -> list[dict[str, Any]]:
@@ -92,9 +83,11 @@ def test_the_drafter_folder_says_what_it_is(
 # ---- splits of a batch
 
 
+@pytest.mark.parametrize("then", [None, "rounds", "accepted_length"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accumulation_changes_no_parameter(
     family: str,
+    then: Any,
     fit: Trainer,
     make_recipe: RecipeFactory,
     tmp_path: Path,
@@ -113,22 +106,13 @@ def test_accumulation_changes_no_parameter(
         parts = [rows[i : i + size] for i in range(0, 8, size)]
         monkeypatch.setattr(Plan, "epoch", lambda self, number, parts=parts: parts)
         recipe = make_recipe(family, steps=1, accumulation=8 // size, warmup_steps=0, clip=10.0)
+        recipe = replace(recipe, objective=ObjectiveSection(then=then, switch_at=0.0))
         results.append(fit(recipe, tmp_path / str(size)))
     untrained = make_recipe(family, steps=1, accumulation=1, warmup_steps=0, lr=1.0, clip=1e-12)
     start = fit(untrained, tmp_path / "start")
     assert largest_difference(results[0], start) > 1e-3, "the step was no step"
     assert largest_difference(results[0], results[1]) < 1e-6
     assert largest_difference(results[0], results[2]) < 1e-6
-
-
-def test_each_unrolled_step_is_a_mean_over_its_own_tokens() -> None:
-    def step(loss: float) -> StepSums:
-        return StepSums(torch.tensor(loss), *(torch.empty(0),) * 3)
-
-    totals, weights = torch.tensor([10.0, 4.0, 0.0]), torch.tensor([0.5, 0.3, 0.2])
-    found = combine([step(5.0), step(8.0), step(0.0)], totals, weights)
-    assert float(found) == pytest.approx(0.5 * 0.5 + 0.3 * 2.0)
-    assert float(combine([step(5.0)], totals, weights)) == pytest.approx(0.5)
 
 
 # ---- learning rate
@@ -295,91 +279,113 @@ def test_a_folder_of_another_run_is_refused(
         fit(make_recipe(**{"steps": 3, **change}), run_folder)
 
 
-# ---- bad input
+# ---- schedules, moving average, patience
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(
-    fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+def scheduled(recipe: Recipe, **objective: Any) -> Recipe:
+    return replace(recipe, objective=ObjectiveSection(**objective))
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[float]]]:
+    """Of every optimiser step: whether the second objective ran, and the laws of its records."""
+    seen: list[tuple[bool, set[float]]] = []
+    optimise, collated = loop._Run._optimise, loop.collate
+    laws: list[float] = []
+
+    def watched(self: Any, window: Any, meter: Any, switched: bool) -> float:
+        seen.append((switched, set(laws)))
+        laws.clear()
+        return optimise(self, window, meter, switched)
+
+    def noted(records: Any, domains: Any) -> Any:
+        laws.extend(r.law.temperature for r in records)
+        return collated(records, domains)
+
+    monkeypatch.setattr(loop._Run, "_optimise", watched)
+    monkeypatch.setattr(loop, "collate", noted)
+    return seen
+
+
+@pytest.mark.parametrize("then", ["rounds", "accepted_length"])
+def test_the_second_objective_takes_over_with_the_records_it_is_valid_on(
+    then: str, fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, phases: Any
 ) -> None:
-    recipe = make_recipe(save_every=2)
-    optimise, done = loop._Run._optimise, 0
-
-    def poisoned(self: Any, *args: Any) -> float:
-        nonlocal done
-        done += 1
-        if done == 4:
-            next(iter(self.drafter.trainable())).data.fill_(float("nan"))
-        return optimise(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_optimise", poisoned)
-    with pytest.raises(UserError, match=r"gradient is not finite .*lower train\.lr"):
-        fit(recipe, run_folder)
-    weights = load_file(checkpoints(run_folder)[-1] / "model.safetensors")
-    assert all(torch.isfinite(t).all() for t in weights.values())
+    fit(scheduled(make_recipe(), then=then, switch_at=0.5), run_folder)
+    assert [switched for switched, _ in phases] == [False] * 6 + [True] * 6
+    assert set().union(*(laws for _, laws in phases[:6])) == {0.7, 1.0}
+    assert set().union(*(laws for _, laws in phases[6:])) == {1.0}
 
 
-def test_records_of_another_target_are_refused(
-    load_tiny: Any, store: RecordStore, make_recipe: RecipeFactory
+def test_enough_overlap_switches_earlier(
+    fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, phases: Any
 ) -> None:
-    other = load_tiny(intermediate_size=40)
-    with pytest.raises(UserError, match="collected from another target"):
-        load_data(make_recipe(), other, store)
+    recipe = scheduled(make_recipe(), then="rounds", switch_at=1.0, switch_overlap=1e-6)
+    fit(recipe, run_folder)
+    assert [switched for switched, _ in phases] == [False] * 4 + [True] * 8  # evaluated every 4
 
 
-def test_records_without_the_layers_are_refused(
-    tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
-) -> None:
-    recipe = make_recipe()
-    recipe.drafter["taps"] = (0, 1, 2)
-    with pytest.raises(UserError, match=r"holds layers \[1, 1, 2\], the drafter reads \[0, 1, 2\]"):
-        load_data(recipe, tiny_target, store)
-
-
-def test_layers_are_read_in_the_drafters_order(
-    tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory, records: list[Record]
-) -> None:
-    recipe = make_recipe()
-    recipe.drafter["taps"] = (2, 1, 1)
-    data = load_data(recipe, tiny_target, store)
-    stored = {r.key: r.states for r in records}
-    for record in data.training:
-        one, other, two = stored[record.key].taps.chunk(3, -1)  # type: ignore[union-attr]
-        assert torch.equal(record.states.taps, torch.cat([two, one, other], -1))  # type: ignore[union-attr]
-
-
-def test_states_that_were_not_kept_are_recomputed(
-    tiny_target: Target,
-    records: list[Record],
-    store: RecordStore,
-    make_recipe: RecipeFactory,
-    tmp_path: Path,
-) -> None:
-    bare = RecordStore.create(tmp_path, {**store.settings, "distributions": "none"})
-    bare.add([replace(r, states=None) for r in records])
-    kept, redone = (load_data(make_recipe(), tiny_target, s) for s in (store, bare))
-    assert [r.key for r in kept.training] == [r.key for r in redone.training]
-    for a, b in zip(kept.training, redone.training, strict=True):
-        assert a.states is not None and b.states is not None
-        for name in ("hidden", "log_z", "taps"):
-            torch.testing.assert_close(
-                getattr(a.states, name), getattr(b.states, name), rtol=1e-4, atol=1e-4
-            )
-
-
-def test_splits_and_laws_go_where_they_belong(
-    tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
-) -> None:
-    data = load_data(make_recipe(), tiny_target, store)
-    assert {r.split for r in data.training} == {"train"}
-    assert {r.split for r in data.held_out} == {"heldout"}
-    assert len(data.training) + len(data.held_out) == 40
-    assert data.domains == ("a", "b")
-
-
-def test_an_unknown_objective_is_refused_before_training(
+def test_training_rounds_needs_samples_of_the_law(
     fit: Trainer, make_recipe: RecipeFactory, run_folder: Path
 ) -> None:
-    recipe = replace(make_recipe(), objective=ObjectiveSection(name="kld"))
-    with pytest.raises(UserError, match="'kld'"):
-        fit(recipe, run_folder)
-    assert not (run_folder / "metrics.jsonl").exists()
+    recipe = scheduled(make_recipe(), then="rounds")
+    served = ServingSection((LawSection(0.6, top_k=3),))
+    with pytest.raises(UserError, match=r"only valid on replies sampled under T=0.6 top_k=3"):
+        fit(replace(recipe, serving=served), run_folder)
+
+
+@pytest.mark.parametrize("then", ["rounds", "accepted_length"])
+def test_a_run_stopped_in_the_second_half_ends_where_one_in_one_piece_does(
+    then: str,
+    fit: Trainer,
+    make_recipe: RecipeFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = scheduled(make_recipe(ema=0.8, patience=9), then=then, switch_at=0.25)
+    straight = fit(recipe, tmp_path / "straight")
+    with monkeypatch.context() as patch:
+        crash_after(patch, 8)
+        with pytest.raises(RuntimeError):
+            fit(recipe, tmp_path / "stopped")
+    resumed = fit(recipe, tmp_path / "stopped")
+    assert largest_difference(straight, resumed) == 0.0
+    assert log_of(tmp_path / "stopped") == log_of(tmp_path / "straight")
+
+
+def test_the_moving_average_is_what_is_saved(
+    fit: Trainer, make_recipe: RecipeFactory, tmp_path: Path
+) -> None:
+    """Its weights after one step are those of the start, the first update being a copy."""
+    one, few = (fit(make_recipe(steps=n), tmp_path / f"plain {n}") for n in (1, 3))
+    averaged = fit(make_recipe(steps=3, ema=0.5, warmup_steps=2), tmp_path / "averaged")
+    name = next(n for n in one if "q_proj" in n)
+    two = fit(make_recipe(steps=2), tmp_path / "plain 2")[name]
+    expected = 0.5 * (0.5 * one[name] + 0.5 * two) + 0.5 * few[name]
+    torch.testing.assert_close(averaged[name], expected, rtol=1e-4, atol=1e-6)
+    assert float((averaged[name] - few[name]).abs().max()) > 1e-4
+
+
+def test_patience_ends_training_with_the_best_weights(
+    fit: Trainer, make_recipe: RecipeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([1.2, 1.5, 1.4, 1.5, 1.9])
+    monkeypatch.setattr(
+        loop, "held_out_figures",
+        lambda *args: {"tokens_per_round": next(taus), "overlap_step_1": 0.5},
+    )  # fmt: skip
+    stopped = fit(make_recipe(steps=12, eval_every=2, patience=2), tmp_path / "stopped")
+    rows = log_of(tmp_path / "stopped", "heldout")
+    assert [r["step"] for r in rows] == [2, 4, 6, 8]
+    assert read_own(tmp_path / "stopped" / "drafter")["trained"]["steps"] == 4
+    monkeypatch.setattr(loop, "held_out_figures", lambda *args: {})
+    recipe = make_recipe(steps=12, eval_every=20, save_every=4)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            fit(recipe, tmp_path / "four")
+    best = load_file(checkpoints(tmp_path / "four")[-1] / "model.safetensors")
+    name = next(n for n in stopped if "q_proj" in n)
+    kept = next(t for n, t in best.items() if n.endswith(name))
+    assert torch.equal(stopped[name], kept)
+    assert not (tmp_path / "stopped" / "best").exists()

@@ -9,8 +9,9 @@ from accelerate import Accelerator
 
 from draftsmith.data.records import Record
 from draftsmith.drafters.batch import collate
+from draftsmith.train.fused import Measured
 from draftsmith.train.metrics import Meter, MetricsLog
-from draftsmith.train.step import StepSums
+from draftsmith.train.step import Scored
 
 
 @pytest.fixture
@@ -18,9 +19,13 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def sums(values: list[float], tokens: list[int]) -> list[StepSums]:
+TOTAL = 8.0  # tokens of the global batch, by which losses are divided
+
+
+def sums(values: list[float], tokens: list[int]) -> Scored:
     shared = torch.tensor(values)
-    return [StepSums(shared.sum(), shared, shared / 2, torch.tensor(tokens))]
+    measured = Measured([shared], shared / 2, torch.empty(0), torch.empty(0))
+    return Scored(shared.sum() / TOTAL, measured, [torch.tensor(tokens)])
 
 
 @pytest.fixture
@@ -32,28 +37,29 @@ def batches(records: list[Record]) -> tuple[object, object]:
 
 def test_figures_are_pooled_over_tokens(accelerator: Accelerator, batches) -> None:  # type: ignore[no-untyped-def]
     meter = Meter(("a", "b", "c"))
-    meter.add(batches[0], sums([1.0], [1]))
-    meter.add(batches[1], sums([0.0, 0.2, 0.6], [1, 2, int(batches[1].first[1]) + 1]))
+    meter.add(batches[0], sums([1.0], [1]), TOTAL)
+    meter.add(batches[1], sums([0.0, 0.2, 0.6], [1, 2, int(batches[1].first[1]) + 1]), TOTAL)
     line = meter.read(accelerator, norm=2.5, lr=1e-3)
     assert line["loss"] == pytest.approx(1.8 / 4), "not the mean of 1.0 and 0.8 / 3"
     assert line["overlap"] == pytest.approx(1.8 / 4)
     assert line["captured_mass"] == pytest.approx(0.9 / 4)
+    assert line["captured_mass/b"] == pytest.approx(0.05)
     assert line["overlap/a"] == pytest.approx((1.0 + 0.6) / 2)
     assert line["overlap/b"] == pytest.approx(0.1)
     assert "overlap/c" not in line, "a domain without tokens has no figure"
     assert (line["gradient_norm"], line["lr"]) == (2.5, 1e-3)
-    meter.add(batches[0], sums([0.5], [1]))
+    meter.add(batches[0], sums([0.5], [1]), TOTAL)
     assert meter.read(accelerator, 0.0, 0.0)["overlap"] == 0.5, "each line starts afresh"
 
 
 def test_counts_go_on_after_a_restart(accelerator: Accelerator, batches) -> None:  # type: ignore[no-untyped-def]
     whole, first, second = (Meter(("a", "b", "c")) for _ in range(3))
     for meter in (whole, first):
-        meter.add(batches[0], sums([0.1, 0.7], [1, 2]))
+        meter.add(batches[0], sums([0.1, 0.7], [1, 2]), TOTAL)
     kept = json.loads(json.dumps(first.state(accelerator)))
     second.restore(kept, accelerator)
     for meter in (whole, second):
-        meter.add(batches[1], sums([0.3], [1]))
+        meter.add(batches[1], sums([0.3], [1]), TOTAL)
     lines = [meter.read(accelerator, 0.0, 0.0) for meter in (whole, second)]
     for line in lines:
         del line["tokens_per_s"]

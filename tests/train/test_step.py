@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import ObjectiveSection
+from draftsmith.configs.recipe import LawSection, ObjectiveSection, ServingSection
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
@@ -16,7 +16,8 @@ from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.train.losses import OBJECTIVES
-from draftsmith.train.step import Scorer, bound_objective, objective_law, scored_tokens
+from draftsmith.train.objective import Objective, bind_objective
+from draftsmith.train.step import Scored, Scorer, scored_tokens
 
 DOMAINS = ("a", "b")
 STEPS = 3
@@ -30,12 +31,28 @@ def drafter_of(family: str, target: Target) -> Eagle3Drafter | CausalDrafter:
     return Eagle3Drafter.from_target(target, Eagle3Config(draft_vocab_size=len(IDS)), IDS)
 
 
-def scorer_of(family: str, target: Target, **objective: Any) -> Scorer:
+def bound(temperature: float = 1.0, **objective: Any) -> Objective:
+    served = ServingSection((LawSection(temperature),), num_draft_tokens=STEPS)
+    return bind_objective(ObjectiveSection(**objective), served)
+
+
+def scorer_of(
+    family: str, target: Target, temperature: float = 1.0, drafter: Any = None, **objective: Any
+) -> Scorer:
     section = ObjectiveSection(**objective)
-    drafter = drafter_of(family, target)
-    return Scorer(
-        drafter, section, DraftVocabularyP(target, drafter.draft_ids, Law(section.temperature))
-    )
+    found = bound(temperature, **objective)
+    drafter = drafter or drafter_of(family, target)
+    p = DraftVocabularyP(target, drafter.draft_ids, found.law)
+    return Scorer(drafter, section, found, p)
+
+
+def total_of(rows: list[Record]) -> torch.Tensor:
+    return scored_tokens(collate(rows, DOMAINS), STEPS).float()
+
+
+def run(scorer: Scorer, rows: list[Record], **options: Any) -> Scored:
+    """The loss of `rows` as a global batch of its own."""
+    return scorer(collate(rows, DOMAINS), STEPS, options.pop("totals", total_of(rows)), **options)
 
 
 @pytest.fixture
@@ -50,26 +67,27 @@ def test_counts_known_before_the_forward_are_those_scored(
     family: str, tiny_target: Target, rows: list[Record]
 ) -> None:
     batch = collate(rows, DOMAINS)
-    sums = scorer_of(family, tiny_target)(batch, STEPS)
+    tokens = run(scorer_of(family, tiny_target), rows).token
     expected = [sum(max(0, len(r.reply) - 1 - k) for r in rows) for k in range(STEPS)]
     assert scored_tokens(batch, STEPS).tolist() == expected
-    assert [len(s.token) for s in sums] == expected[: len(sums)]
-    assert len(sums) == (STEPS if family == "eagle3" else 1)
-    for k, s in enumerate(sums):
+    assert [len(t) for t in tokens] == expected[: len(tokens)]
+    assert len(tokens) == (STEPS if family == "eagle3" else 1)
+    for k, token in enumerate(tokens):
         wanted = [
             int(first) + j
             for first, r in zip(batch.first, rows, strict=True)
             for j in range(1 + k, len(r.reply))
         ]
-        assert s.token.tolist() == wanted, "reply tokens 1 + k on, the first one never"
+        assert token.tolist() == wanted, "reply tokens 1 + k on, the first one never"
 
 
 def test_loss_of_a_head_equals_a_hand_computation(tiny_target: Target, rows: list[Record]) -> None:
     batch = collate(rows, DOMAINS)
-    scorer = scorer_of("eagle3", tiny_target, name="lk_hybrid", eta=2.0, temperature=0.7)
+    scorer = scorer_of("eagle3", tiny_target, 0.7, loss="lk_hybrid", eta=2.0, position_decay=0.5)
     drafter = scorer.drafter
-    sums = scorer(batch, STEPS)
-    for step, found in zip(drafter.unroll(batch, STEPS), sums, strict=True):
+    found = run(scorer, rows)
+    total = 0.0
+    for k, step in enumerate(drafter.unroll(batch, STEPS)):
         loss = overlap = 0.0
         for logits, token in zip(drafter.head(step.hidden).detach(), step.token, strict=True):
             full = tiny_target.logits(batch.hidden[token]).double()
@@ -80,46 +98,86 @@ def test_loss_of_a_head_equals_a_hand_computation(tiny_target: Target, rows: lis
             weight = torch.tensor(-2.0 * shared).double().exp().item()
             loss += weight * kl + (1 - weight) * (1 - shared)
             overlap += shared
-        assert found.loss.item() == pytest.approx(loss, rel=1e-5)
-        assert float(found.overlap.sum()) == pytest.approx(overlap, rel=1e-5)
+        total += 0.5**k / 1.75 * loss / len(step.token)  # a mean over the step's own tokens
+        assert float(found.measured.overlap[k].sum()) == pytest.approx(overlap, rel=1e-5)
+    assert found.loss.item() == pytest.approx(total, rel=1e-5)
 
 
 def test_a_copy_of_the_target_has_overlap_one(tiny_target: Target, rows: list[Record]) -> None:
     drafter = CausalDrafter.from_target(tiny_target, CausalConfig(layers=(0, 1, 2, 3)), None)
-    p = DraftVocabularyP(tiny_target, None, Law(1.0))
-    (sums,) = Scorer(drafter, ObjectiveSection(name="fkl"), p)(collate(rows, DOMAINS), 1)
-    assert torch.allclose(sums.overlap, torch.ones_like(sums.overlap), atol=1e-4)
-    assert abs(sums.loss.item()) < 1e-4 * len(sums.token)
+    scorer = scorer_of("causal", tiny_target, drafter=drafter, loss="fkl", then="rounds")
+    found = run(scorer, rows)
+    (shared,) = found.measured.overlap
+    assert torch.allclose(shared, torch.ones_like(shared), atol=1e-4)
+    assert abs(found.loss.item()) < 1e-4
+    # Every draft is accepted: a reply of N further tokens takes ⌈N / (γ + 1)⌉ rounds.
+    rounds = sum(-(-(len(r.reply) - 1) // (STEPS + 1)) for r in rows)
+    supervised = sum(len(r.reply) - 1 for r in rows)
+    found = run(scorer, rows, sequence=True)
+    assert found.loss.item() == pytest.approx(rounds / supervised, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "causal"])
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *({"loss": name} for name in sorted(OBJECTIVES)),
+        {"loss": {"ce": 0.1, "tv": 0.9}},
+        {"position_weights": "product"},
+        {"then": "rounds"},
+        {"then": "accepted_length"},
+    ],
+    ids=str,
+)
 def test_every_objective_can_be_trained(
-    name: str, family: str, tiny_target: Target, rows: list[Record]
+    objective: dict[str, Any], family: str, tiny_target: Target, rows: list[Record]
 ) -> None:
-    scorer = scorer_of(family, tiny_target, name=name)
-    sums = scorer(collate(rows, DOMAINS), STEPS)
-    sum(s.loss for s in sums).backward()
+    scorer = scorer_of(family, tiny_target, **objective)
+    run(scorer, rows, sequence="then" in objective).loss.backward()
     gradients = [p.grad for p in scorer.drafter.trainable()]
     assert all(g is not None and torch.isfinite(g).all() for g in gradients)
     assert any(bool(g.any()) for g in gradients if g is not None)
 
 
+def test_a_mix_is_the_weighted_sum(tiny_target: Target, rows: list[Record]) -> None:
+    drafter = drafter_of("eagle3", tiny_target)
+    one, other, both = (
+        run(scorer_of("eagle3", tiny_target, drafter=drafter, loss=loss), rows).loss.item()
+        for loss in ("ce", "tv", {"ce": 0.1, "tv": 0.9})
+    )
+    assert both == pytest.approx(0.1 * one + 0.9 * other, rel=1e-5)
+
+
+def test_options_reach_their_objectives(tiny_target: Target, rows: list[Record]) -> None:
+    drafter = drafter_of("eagle3", tiny_target)
+
+    def value(**objective: Any) -> float:
+        scorer = scorer_of("eagle3", tiny_target, drafter=drafter, **objective)
+        return float(run(scorer, rows).loss)
+
+    assert value(loss="jsd", beta=0.0) == pytest.approx(value(loss="fkl"), rel=1e-5)
+    assert value(loss="greedy_mass", sharpness=4.0) != pytest.approx(value(loss="greedy_mass"))
+    assert value(loss="lk_hybrid", eta=0.0) == pytest.approx(value(loss="fkl"), rel=1e-5)
+
+
 def test_ce_is_the_likelihood_of_the_sampled_token(tiny_target: Target, rows: list[Record]) -> None:
     batch = collate(rows, DOMAINS)
-    scorer = scorer_of("causal", tiny_target, name="ce")
-    (sums,) = scorer(batch, 1)
+    scorer = scorer_of("causal", tiny_target, loss="ce")
     said = torch.cat([r.reply for r in rows])
     (step,) = scorer.drafter.unroll(batch, 1)
     log_q = scorer.drafter.head(step.hidden).detach().log_softmax(-1)
-    expected = -log_q.gather(1, said[step.token][:, None]).sum()
-    assert sums.loss.item() == pytest.approx(float(expected), rel=1e-5)
+    expected = -log_q.gather(1, said[step.token][:, None]).mean()
+    assert run(scorer, rows).loss.item() == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "causal"])
-def test_padding_changes_nothing(family: str, tiny_target: Target, rows: list[Record]) -> None:
-    scorer = scorer_of(family, tiny_target)
-    alone = [scorer(collate([r], DOMAINS), STEPS) for r in rows]
+@pytest.mark.parametrize("then", [None, "rounds", "accepted_length"])
+def test_padding_changes_nothing(
+    then: Any, family: str, tiny_target: Target, rows: list[Record]
+) -> None:
+    scorer = scorer_of(family, tiny_target, then=then)
+    options: dict[str, Any] = {"sequence": then is not None, "totals": total_of(rows)}
+    alone = [run(scorer, [r], **options) for r in rows]
     # A long prompt with nothing to draft behind it pads every other row.
     states = rows[-1].states
     assert states is not None
@@ -134,46 +192,80 @@ def test_padding_changes_nothing(family: str, tiny_target: Target, rows: list[Re
             taps=torch.randn(149, states.taps.shape[1]),
         ),
     )
-    together = scorer(collate([*rows, wide], DOMAINS), STEPS)
-    for k, sums in enumerate(together):
-        expected = sum(a[k].loss.item() for a in alone)
-        assert sums.loss.item() == pytest.approx(expected, rel=1e-5)
-        apart = torch.cat([a[k].overlap for a in alone])
-        torch.testing.assert_close(sums.overlap, apart, rtol=1e-4, atol=1e-6)
+    together = run(scorer, [*rows, wide], **options)
+    assert together.loss.item() == pytest.approx(sum(a.loss.item() for a in alone), rel=1e-5)
+    for k, shared in enumerate(together.measured.overlap):
+        apart = torch.cat([a.measured.overlap[k] for a in alone])
+        torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "causal"])
-def test_gradients_of_parts_add_up(family: str, tiny_target: Target, rows: list[Record]) -> None:
-    scorer = scorer_of(family, tiny_target)
+@pytest.mark.parametrize("objective", [{}, {"position_weights": "product"}, {"then": "rounds"}])
+def test_gradients_of_parts_add_up(
+    objective: dict[str, Any], family: str, tiny_target: Target, rows: list[Record]
+) -> None:
+    scorer = scorer_of(family, tiny_target, **objective)
+    options: dict[str, Any] = {"sequence": "then" in objective, "totals": total_of(rows)}
 
     def gradient(parts: list[list[Record]]) -> torch.Tensor:
         scorer.zero_grad()
         for part in parts:
-            torch.stack([s.loss for s in scorer(collate(part, DOMAINS), STEPS)]).sum().backward()
+            run(scorer, part, **options).loss.backward()
         return torch.cat(
             [p.grad.flatten() for p in scorer.drafter.trainable() if p.grad is not None]
         )
 
     whole = gradient([rows])
+    assert float(whole.abs().max()) > 1e-3
     for size in (4, 1):
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-        torch.testing.assert_close(gradient(parts), whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient(parts), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_rows_of_the_heads_are_left_out(load_tiny: Any, rows: list[Record]) -> None:
     """A head with more rows than the tokenizer has tokens (B104)."""
     target = load_tiny(vocab_size=416)
     assert target.vocab_size == 400
-    scorer = scorer_of("causal", target)
-    (sums,) = scorer(collate(rows, DOMAINS), 1)
-    assert torch.isfinite(sums.loss)
-    assert float(sums.mass.min()) == pytest.approx(1.0, abs=1e-5)
+    found = run(scorer_of("causal", target), rows)
+    assert torch.isfinite(found.loss)
+    assert float(found.measured.mass.min()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_the_temperature_is_that_of_the_law() -> None:
-    assert objective_law(ObjectiveSection(temperature=0.7)) == Law(0.7)
+# ---- what a recipe means
 
 
-def test_an_unknown_objective_is_named() -> None:
-    with pytest.raises(UserError, match=r"'klk'.*lk_hybrid"):
-        bound_objective(ObjectiveSection(name="klk"))
+def test_training_looks_at_the_first_served_law_that_samples() -> None:
+    laws = (LawSection(0.0), LawSection(0.7, top_p=0.9), LawSection(1.0))
+    section = ObjectiveSection()
+    assert bind_objective(section, ServingSection(laws)).law == Law(0.7, top_p=0.9)
+    assert bind_objective(section, ServingSection(laws[:1])).law == Law(0.0)
+
+
+def test_the_draft_is_warped_by_temperature_alone() -> None:
+    """A hard cut would take the gradient from what it excludes."""
+    logits = torch.randn(4, 9)
+    served = ServingSection((LawSection(0.5, top_k=2, top_p=0.5),))
+    assert torch.equal(bind_objective(ObjectiveSection(), served).warp_draft(logits), logits / 0.5)
+    greedy = bind_objective(ObjectiveSection(), ServingSection((LawSection(0.0),)))
+    assert torch.equal(greedy.warp_draft(logits), logits)
+
+
+@pytest.mark.parametrize(
+    ("section", "serving", "said"),
+    [
+        ({"loss": "klk"}, {}, r"'klk'.*lk_hybrid"),
+        ({"loss": {"fkl": 1.0, "klk": 1.0}}, {}, r"'klk'"),
+        (
+            {"loss": "rkl"},
+            {"laws": (LawSection(1.0, top_k=5),)},
+            "rkl is infinite under T=1 top_k=5",
+        ),
+        ({"then": "rounds"}, {"laws": (LawSection(0.0),)}, "greedy_mass or ce"),
+        ({"then": "accepted_length"}, {"drafting": "greedy"}, "greedy_mass or ce"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    section: dict[str, Any], serving: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        bind_objective(ObjectiveSection(**section), ServingSection(**serving))

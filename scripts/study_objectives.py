@@ -1,0 +1,310 @@
+"""Which objective gives the longest accepted length? The same head, records, steps and seeds.
+
+    python scripts/study_objectives.py --records runs/demo/records-HASH [--runs runs/study]
+
+One cell is one objective, family and seed: trained, scored by the estimator and, for the first
+seed, decoded. A cell that is done is never repeated. Results go to scripts/results/objectives.json
+and objectives.svg; differences are paired by conversation and pooled over seeds.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from draftsmith.configs.load import load_recipe, recipe_hash
+from draftsmith.configs.recipe import ObjectiveSection, Recipe
+from draftsmith.data.collect import held_out
+from draftsmith.data.files import write_json
+from draftsmith.data.gather import Request
+from draftsmith.data.records import Record
+from draftsmith.data.store import RecordStore
+from draftsmith.data.target import Target, load_target
+from draftsmith.data.warp import Law
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.batch import records_with_states
+from draftsmith.drafters.checkpoint import load_drafter
+from draftsmith.eval.decode import DecodeSettings, decode
+from draftsmith.eval.evaluate import processor
+from draftsmith.scripts.results import FOLDER, save_result
+from draftsmith.train.loop import train
+from draftsmith.train.score import expected, score
+
+HYBRID = "lk_hybrid"
+OBJECTIVES: dict[str, tuple[dict[str, Any], Literal["token", "block"]]] = {
+    "ce": ({"loss": "ce"}, "token"),
+    "fkl": ({"loss": "fkl"}, "token"),
+    "tv (cold)": ({"loss": "tv"}, "token"),
+    "nla": ({"loss": "nla"}, "token"),
+    "lk_hybrid": ({"loss": HYBRID}, "token"),
+    "lk_hybrid → accepted_length (block)": ({"loss": HYBRID, "then": "accepted_length"}, "block"),
+    "lk_hybrid → rounds (token)": ({"loss": HYBRID, "then": "rounds"}, "token"),
+    "lk_hybrid → rounds (block)": ({"loss": HYBRID, "then": "rounds"}, "block"),
+    "nla → rounds (block)": ({"loss": "nla", "then": "rounds"}, "block"),
+}
+BASE = "fkl"
+CAUSAL = ("fkl", "lk_hybrid")
+LAWS = (Law(0.0), Law(1.0))
+VERIFIERS = ("token", "block")
+GAMMA = 3
+RESAMPLES = 4000
+MOST_SEEDS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the heads")
+    parser.add_argument("--causal", nargs="*", default=list(CAUSAL), help="objectives for the LM")
+    args = parser.parse_args()
+    console = Console()
+    store = RecordStore.open(args.records)
+    target = load_target(load_recipe("demo").target)
+    # Several processes may share a runs folder, each with seeds of its own.
+    cells = [("eagle3", name, seed) for seed in args.seeds for name in OBJECTIVES]
+    cells += [("causal", name, 0) for name in args.causal]
+    for number, (family, name, seed) in enumerate(cells):
+        recipe = recipe_of(family, name, seed, args.steps)
+        path = cell_path(args.runs, family, recipe)
+        if not path.exists():
+            console.print(f"cell {number + 1} of {len(cells)}: {family}, {name}, seed {seed}")
+            cell = run_cell(recipe, target, store, path.parent, console, decoded=seed == 0)
+            write_json(path, {"family": family, "objective": name, "seed": seed, **cell})
+        summarise(finished(args.runs, args.steps), args.steps, target)
+
+
+def cell_path(runs: Path, family: str, recipe: Recipe) -> Path:
+    return runs / f"{family}-{recipe_hash(recipe)}" / "cell.json"
+
+
+def finished(runs: Path, steps: int) -> list[dict[str, Any]]:
+    """All cells of these many steps that any process has finished, in the order of the tables."""
+    found = []
+    for family in ("eagle3", "causal"):
+        for name in OBJECTIVES:
+            for seed in range(MOST_SEEDS):
+                path = cell_path(runs, family, recipe_of(family, name, seed, steps))
+                if path.exists():
+                    found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def recipe_of(family: str, name: str, seed: int, steps: int) -> Recipe:
+    """The shipped recipe of the family with this objective, and as many steps as the others."""
+    objective, verifier = OBJECTIVES[name]
+    base = load_recipe("demo" if family == "eagle3" else "causal")
+    return replace(
+        base,
+        name="study",
+        seed=seed,
+        serving=replace(base.serving, num_draft_tokens=GAMMA, verifier=verifier),
+        objective=ObjectiveSection(**objective),
+        train=replace(base.train, steps=steps, eval_every=steps, save_every=max(1, steps // 2)),
+    )
+
+
+def run_cell(
+    recipe: Recipe,
+    target: Target,
+    store: RecordStore,
+    folder: Path,
+    console: Console,
+    decoded: bool,
+) -> dict[str, Any]:
+    """Train, score and perhaps decode one cell; everything by conversation."""
+    start = time.perf_counter()
+    saved = train(recipe, target, store, folder, console)
+    seconds = time.perf_counter() - start
+    drafter = load_drafter(saved, target)
+    records = records_with_states(store, target, drafter.taps, "heldout")
+    limit = int(store.settings["max_new_tokens"])
+    result: dict[str, Any] = {"train_seconds": round(seconds, 1), "estimated": {}, "decoded": {}}
+    for law in LAWS:
+        own = [r for d in sorted({r.domain for r in records}) for r in held_out(records, law, d)]
+        own = [r for r in own if len(r.reply) > 1]
+        result["estimated"][law.label] = estimated(target, drafter, own, law, limit)
+        if decoded:
+            rule = recipe.serving.verifier if law.temperature else VERIFIERS[0]
+            result["decoded"][law.label] = {rule: decode_all(target, drafter, own, limit, rule)}
+    return result
+
+
+def estimated(
+    target: Target, drafter: Drafter, records: Sequence[Record], law: Law, limit: int
+) -> dict[str, Any]:
+    scores = score(target, drafter, records, law, GAMMA, limit)
+    table: dict[str, Any] = {
+        "prompt": [r.prompt_id for r in records],
+        "domain": [c.domain for c in scores],
+        "tokens": [c.tokens for c in scores],
+        "overlap": [round(c.overlap[0][0], 4) for c in scores],
+    }
+    for rule in VERIFIERS:
+        course = expected(scores, GAMMA, rule)
+        table[f"rounds {rule}"] = [round(x, 4) for x in course.rounds.tolist()]
+        table[f"survival {rule}"] = [round(s, 4) for s in course.survival]
+    return table
+
+
+def decode_all(
+    target: Target, drafter: Drafter, records: Sequence[Record], limit: int, rule: str
+) -> dict[str, list[int]]:
+    """Tokens after the first, and rounds, of every prompt decoded with fresh randomness."""
+    tokens, rounds = [0] * len(records), [0] * len(records)
+    order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
+    for start in range(0, len(order), 32):
+        part = order[start : start + 32]
+        requests = [
+            Request(r.prompt_id, r.domain, r.split, tuple(r.ids[: r.prompt_len].tolist()), r.law,
+                    r.seed + 1)
+            for r in (records[i] for i in part)
+        ]  # fmt: skip
+        outputs = decode(target, requests, DecodeSettings(limit, GAMMA, rule), drafter)
+        for i, out in zip(part, outputs, strict=True):
+            tokens[i], rounds[i] = len(out.ids) - 1, len(out.rounds)
+    return {"tokens": tokens, "rounds": rounds}
+
+
+# ---- tables
+
+
+def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> None:
+    """Pool over seeds, compare with the base objective, save."""
+    rows = []
+    for family in dict.fromkeys(c["family"] for c in cells):
+        for name in dict.fromkeys(c["objective"] for c in cells if c["family"] == family):
+            mine = [c for c in cells if (c["family"], c["objective"]) == (family, name)]
+            base = [c for c in cells if (c["family"], c["objective"]) == (family, BASE)]
+            rows.append(row_of(family, name, mine, base))
+    result = {
+        "target": target.provenance["name"],
+        "quantisation": target.provenance["quantisation"],
+        "machine": processor(),
+        "steps": steps,
+        "num_draft_tokens": GAMMA,
+        "intervals": "95 %, bootstrap over conversations; differences paired by conversation",
+        "base": BASE,
+        "rows": rows,
+    }
+    save_result("objectives", result, quiet=True)
+    plot(rows)
+
+
+def row_of(
+    family: str, name: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "family": family,
+        "objective": name,
+        "seeds": len(mine),
+        "train_seconds": round(float(np.median([c["train_seconds"] for c in mine])), 1),
+    }
+    for law in (x.label for x in LAWS):
+        tables = [c["estimated"][law] for c in mine]
+        theirs = [c["estimated"][law] for c in base[: len(mine)]]
+        own: dict[str, Any] = {
+            "overlap": pooled(tables, "overlap", "tokens"),
+            "overlap − base": difference(tables, theirs, "overlap", "tokens"),
+        }
+        for rule in VERIFIERS if law != LAWS[0].label else VERIFIERS[:1]:
+            key = f"rounds {rule}"
+            own[f"τ {rule}"] = pooled(tables, "tokens", key)
+            own[f"τ {rule} − base"] = difference(tables, theirs, "tokens", key)
+            own[f"τ {rule} by seed"] = [
+                round(sum(t["tokens"]) / sum(t[key]), 4) for t in tables
+            ]  # fmt: skip
+            own[f"S_k {rule}"] = (
+                np.mean([t[f"survival {rule}"] for t in tables], 0).round(4).tolist()
+            )
+            decoded = [c["decoded"][law][rule] for c in mine if rule in c["decoded"].get(law, {})]
+            if decoded:
+                own[f"τ {rule} decoded"] = pooled(decoded, "tokens", "rounds")
+                own[f"z {rule}"] = z_score(tables[:1], decoded, key)
+        row[law] = own
+    return row
+
+
+def _sums(tables: Sequence[dict[str, Any]], key: str) -> np.ndarray:
+    return np.sum([t[key] for t in tables], axis=0).astype(float)  # by conversation, over seeds
+
+
+def _draws(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+
+
+def pooled(tables: Sequence[dict[str, Any]], above: str, below: str) -> list[float]:
+    """[value, low, high] of a pooled ratio."""
+    a, b = _sums(tables, above), _sums(tables, below)
+    index = _draws(len(a))
+    low, high = np.quantile(a[index].sum(1) / b[index].sum(1), [0.025, 0.975])
+    return [round(float(x), 4) for x in (a.sum() / b.sum(), low, high)]
+
+
+def difference(
+    mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], above: str, below: str
+) -> list[float] | None:
+    """[value, low, high] of the difference of two pooled ratios over the same conversations."""
+    if len(base) < len(mine) or mine[0]["prompt"] != base[0]["prompt"]:
+        return None
+    a, b, c, d = _sums(mine, above), _sums(mine, below), _sums(base, above), _sums(base, below)
+    index = _draws(len(a))
+    gaps = a[index].sum(1) / b[index].sum(1) - c[index].sum(1) / d[index].sum(1)
+    low, high = np.quantile(gaps, [0.025, 0.975])
+    value = a.sum() / b.sum() - c.sum() / d.sum()
+    return [round(float(x), 4) for x in (value, low, high)]
+
+
+def z_score(
+    estimated: Sequence[dict[str, Any]], decoded: Sequence[dict[str, Any]], key: str
+) -> dict[str, float]:
+    """How far estimated and decoded τ are apart in standard errors, paired by conversation.
+
+    half_width: the wider of both τ's 95 % half-widths, relative; wide intervals prove nothing.
+    """
+    n, r = _sums(estimated, "tokens"), _sums(estimated, key)
+    m, s = _sums(decoded, "tokens"), _sums(decoded, "rounds")
+    index = _draws(len(n))
+    one, two = n[index].sum(1) / r[index].sum(1), m[index].sum(1) / s[index].sum(1)
+    gap = n.sum() / r.sum() - m.sum() / s.sum()
+    spread = float((one - two).std())
+    wide = max(
+        float(np.ptp(np.quantile(x, [0.025, 0.975]))) / 2 / float(x.mean()) for x in (one, two)
+    )
+    return {"z": round(gap / spread, 2) if spread > 0 else 0.0, "half_width": round(wide, 4)}
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> None:
+    """τ of every objective at T = 1 for both verifiers, with intervals: an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    heads = [r for r in rows if r["family"] == "eagle3"]
+    figure, axis = plt.subplots(figsize=(7, 0.5 * len(heads) + 1))
+    for offset, rule in zip((0.12, -0.12), VERIFIERS, strict=True):
+        values = np.array([r["T=1"][f"τ {rule}"] for r in heads])  # [objectives, 3]
+        at = np.arange(len(heads))[::-1] + offset
+        errors = np.abs(values[:, 1:].T - values[:, 0])
+        axis.errorbar(values[:, 0], at, xerr=errors, fmt="o", label=f"{rule} verification")
+    axis.set_yticks(np.arange(len(heads))[::-1], [r["objective"] for r in heads])
+    axis.set_xlabel(f"expected tokens per round τ at T = 1, γ = {GAMMA}")
+    axis.legend()
+    figure.tight_layout()
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / "objectives.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

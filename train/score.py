@@ -1,0 +1,171 @@
+"""Teacher-forced scores of records: what a drafter's acceptance will be, without decoding.
+
+Valid on samples of exactly the law in question: callers pass records of one law.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..data.records import Record
+from ..data.target import Target
+from ..data.warp import Law, log_probs
+from ..drafters.base import Drafter, TrainBatch
+from ..drafters.batch import collate
+from ..drafters.distribution import DraftVocabularyP, reply_columns
+from . import accepted_length as al
+from .fused import Head, Unrolled, measure
+
+_ROWS = 8
+
+
+def draft_law(law: Law, drafting: str) -> Law:
+    """The law that drafts are drawn from: the served one, or the greedy one."""
+    return Law(0.0) if drafting == "greedy" else law
+
+
+def unrolled(
+    drafter: Drafter,
+    p: DraftVocabularyP,
+    batch: TrainBatch,
+    steps: int,
+    warp: Callable[[Tensor], Tensor],
+) -> tuple[Unrolled, Head]:
+    """A batch as `fused` takes it; `warp` turns finished draft logits `[n, V_d]` into served ones.
+
+    Rows of a head beyond the tokenizer's ids are left out.
+    """
+    weight, bias = drafter.head_rows()
+    width = p.target.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
+    head = Head(
+        weight[:width],
+        None if bias is None else bias[:width],
+        lambda raw: warp(drafter.finish_logits(raw)),
+    )
+    found = drafter.unroll(batch, steps)
+    x = Unrolled(
+        [drafter.head_inputs(step.hidden) for step in found],
+        [step.token for step in found],
+        lambda at: p(batch.hidden[at], batch.log_z[at]),
+        reply_columns(batch, drafter.draft_ids, width),
+    )
+    return x, head
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What one record says about the drafter, N = reply tokens after the first.
+
+    overlap: K x (sum over the tokens step k scores of Σ min(p, q), their number); mass: sum of
+    P(V_d) over the N tokens; log_ratio: `[N, γ]` log q/p of the sampled tokens by start and
+    position, 0 beyond the end; limit: tokens that decoding was allowed after the first.
+    """
+
+    domain: str
+    tokens: int
+    overlap: tuple[tuple[float, int], ...]
+    mass: float
+    log_ratio: Tensor
+    limit: int
+
+
+@torch.no_grad()
+def score(
+    target: Target,
+    drafter: Drafter,
+    records: Sequence[Record],
+    law: Law,
+    steps: int,
+    limit: int,
+    drafting: str = "sampled",
+) -> list[Conversation]:
+    """Scores of `records`, all sampled under `law`, for drafts of up to `steps` tokens.
+
+    `limit` is the collection's max_new_tokens. Replies of one token say nothing and are left out.
+    """
+    found: dict[str, Conversation] = {}
+    longer = sorted((r for r in records if len(r.reply) > 1), key=lambda r: len(r.ids))
+    p = DraftVocabularyP(target, drafter.draft_ids, law)
+    q_law = draft_law(law, drafting)
+    for start in range(0, len(longer), _ROWS):
+        part = longer[start : start + _ROWS]
+        batch = collate(part, sorted({r.domain for r in part})).to(target.device)
+        x, head = unrolled(drafter, p, batch, steps, lambda logits: log_probs(logits, q_law))
+        for record, scored in zip(part, _split(x, head, batch, drafter, steps), strict=True):
+            overlap, mass, ratio = scored
+            found[record.key] = Conversation(
+                record.domain, len(ratio), overlap, mass, ratio, limit - 1
+            )
+    return [found[r.key] for r in records if r.key in found]
+
+
+def _split(
+    x: Unrolled, head: Head, batch: TrainBatch, drafter: Drafter, steps: int
+) -> list[tuple[tuple[tuple[float, int], ...], float, Tensor]]:
+    """Per row: (overlap sums and counts by step, captured mass, log ratios `[N, γ]`)."""
+    measured = measure(x, head)
+    length = batch.reply_lens - 1
+    index, inside = al.start_index(batch.first, length, steps)
+    by_position = measured.log_ratio
+    if drafter.one_pass:
+        by_position = by_position[:1].expand(steps, -1)
+    ratio = al.from_tokens(by_position, index, inside).cpu()  # [B, N, γ]
+    row = torch.searchsorted(batch.first, torch.arange(len(x.column)), right=True) - 1  # [R]
+    rows = len(length)
+    sums = [
+        torch.zeros(rows, dtype=torch.float64).index_add_(0, row[t.cpu()], o.double().cpu())
+        for t, o in zip(x.token, measured.overlap, strict=True)
+    ]
+    counts = [torch.bincount(row[t.cpu()], minlength=rows) for t in x.token]
+    mass = torch.zeros(rows, dtype=torch.float64)
+    mass.index_add_(0, row[x.token[0].cpu()], measured.mass.double().cpu())
+    return [
+        (
+            tuple((float(s[b]), int(n[b])) for s, n in zip(sums, counts, strict=True)),
+            float(mass[b]),
+            ratio[b, : int(length[b])].clone(),
+        )
+        for b in range(rows)
+    ]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Decoding's expected course: rounds `[B]` of each conversation, its tokens `[B]`, and by
+    draft position the rounds that draft it and those that accept it, `[γ]` each."""
+
+    tokens: Tensor
+    rounds: Tensor
+    accepted: Tensor
+    attempts: Tensor
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """S_k, the share of the rounds drafting position k that accept it."""
+        return tuple((self.accepted / self.attempts.clamp_min(1e-12)).tolist())
+
+    @property
+    def tokens_per_round(self) -> float:
+        return float(al.tokens_per_round(self.rounds, self.tokens))
+
+
+def expected(
+    conversations: Sequence[Conversation], num_draft_tokens: int, verifier: str
+) -> Expected:
+    """What decoding with `num_draft_tokens` and `verifier` ("token" or "block") would do.
+
+    At T = 0, and for greedy drafts, both verifiers are the same.
+    """
+    length = torch.tensor([c.tokens for c in conversations])  # [B]
+    longest = int(length.max())
+    ratio = torch.zeros(len(conversations), longest, num_draft_tokens, dtype=torch.float64)
+    for b, c in enumerate(conversations):
+        ratio[b, : c.tokens] = c.log_ratio[:, :num_draft_tokens]
+    m = al.survival_block(ratio) if verifier == "block" else al.survival_token(ratio)
+    rounds, weights = al.expected_rounds(m, length)
+    budget = torch.tensor([c.limit for c in conversations])
+    drafted = al.drafted_tokens(length, budget, longest, num_draft_tokens)
+    accepted, attempts = al.survival(m, weights, length, drafted)
+    return Expected(length.double(), rounds, accepted, attempts)
