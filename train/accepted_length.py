@@ -20,22 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def windows(values: Tensor, num_draft_tokens: int, fill: float = 0.0) -> Tensor:
-    """What each start sees of a per-token value: `[B, N] -> [B, N, γ]`, out[s, k-1] = value[s+k-1].
-
-    For drafters whose q at a token does not depend on where the round began (a draft model).
-    """
-    padded = F.pad(values, (0, num_draft_tokens - 1), value=fill)  # [B, N + γ - 1]
-    return padded.unfold(1, num_draft_tokens, 1)
-
-
 def _capped(log_ratio: Tensor) -> Tensor:
     """log min(1, r), with derivative 0 at r = 1 (as in the losses); NaN stays NaN."""
     return torch.where(log_ratio >= 0, torch.zeros_like(log_ratio), log_ratio)
 
 
 def survival_token(log_ratio: Tensor) -> Tensor:
-    """m_k of token verification, Π_{i<=k} min(1, r_i): `[..., γ] -> [..., γ]`."""
+    """m_k of token verification, Π_{i<=k} min(1, r_i): `[..., γ] -> [..., γ]`.
+
+    For a greedy draft r is 1/p(x) where the draft is x and 0 elsewhere: m_k is 1 while all match.
+    """
     return _capped(log_ratio).cumsum(-1).exp()
 
 
@@ -43,11 +37,6 @@ def survival_block(log_ratio: Tensor) -> Tensor:
     """m_k of block verification, min_{0<=j<=k} R_j (R_j = r_1···r_j): `[..., γ] -> [..., γ]`."""
     products = log_ratio.cumsum(-1)  # log R_1 .. log R_γ
     return _capped(products.cummin(-1).values).exp()
-
-
-def survival_greedy(match: Tensor) -> Tensor:
-    """m_k of a one-hot draft, 1 while all equal x: bool `[..., γ] -> [..., γ]` float32."""
-    return match.to(torch.float32).cumprod(-1)
 
 
 def before_token(log_ratio: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Training checkpoints: whole or absent, newest whole one first, the last k kept."""
 
 import json
+import logging
 import shutil
 import zipfile
 from pathlib import Path
@@ -14,6 +15,12 @@ from ..data.files import whole_folder
 
 _PREFIX = "step-"
 _STATE = "progress.json"
+
+# A tied head is one tensor under two names: accelerate drops the second when it saves, warns of
+# it at each checkpoint, and restores both.
+logging.getLogger("accelerate.utils.other").addFilter(
+    lambda record: "Removed shared tensor" not in record.getMessage()
+)
 
 
 def save_checkpoint(

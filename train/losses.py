@@ -158,16 +158,3 @@ def objective(name: str) -> Callable[..., Tensor]:
     if name not in OBJECTIVES:
         raise UserError(f"no objective is called {name!r}; there are {', '.join(OBJECTIVES)}")
     return OBJECTIVES[name]
-
-
-def pooled(loss: Tensor, weight: Tensor, total: Tensor | float) -> Tensor:
-    """Σ weight·loss / total, scalar; `loss` and `weight` [N].
-
-    `total` is the number of supervised tokens in the *global* batch (all processes, all
-    accumulation steps), so that parts add up to the whole. Weight 0 drops a row even if its loss
-    is not finite. ValueError if total is not positive.
-    """
-    if not float(total) > 0:
-        raise ValueError("the global batch has no supervised token to average over")
-    kept = loss.masked_fill(weight == 0, 0.0)  # [N]
-    return (kept * weight).sum() / total

@@ -67,6 +67,11 @@ def every_sample(
     return Samples(weight, torch.tensor([len(x) for x in outputs]), log_ratio)
 
 
+def by_start(values: Tensor, gamma: int) -> Tensor:
+    """Per-token values `[B, N]` as each start of a draft LM sees them, `[B, N, γ]`."""
+    return torch.nn.functional.pad(values, (0, gamma - 1)).unfold(1, gamma, 1)
+
+
 def check(samples: Samples, m: Tensor, law: DecodingLaw, max_tokens: int) -> None:
     rounds, u = al.expected_rounds(m, samples.length)
     assert (samples.weight * rounds).sum().item() == pytest.approx(law.rounds, abs=1e-10)
@@ -127,9 +132,11 @@ def test_greedy_drafts_against_a_sampling_target(gamma: int) -> None:
     p, q = table(5), table(6, one_hot=True)
     law = decoding_law(p, q, verify.token, num_draft_tokens=gamma, max_tokens=5, eos=EOS)
     samples = every_sample(p, q, 5, gamma)
-    m = al.survival_greedy(samples.log_ratio > -math.inf).double()
-    check(samples, m, law, 5)
-    assert torch.equal(m, al.survival_token(samples.log_ratio))
+    match = (samples.log_ratio > -math.inf).double()
+    for survival in (al.survival_token, al.survival_block):
+        m = survival(samples.log_ratio)
+        check(samples, m, law, 5)
+        assert torch.equal(m, match.cumprod(-1)), "1 while all match"
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 4])
@@ -137,7 +144,7 @@ def test_greedy_decoding(gamma: int) -> None:
     """T = 0 on both sides: one output, and the number of rounds can be counted by hand."""
     output, guesses = [1, 2, 1, 1, 2, 1, 2, 0], [1, 1, 1, 1, 2, 2, 2, 0]
     match = torch.tensor([[a == b for a, b in zip(output, guesses, strict=True)]])
-    m = al.survival_greedy(al.windows(match.float(), gamma) > 0)
+    m = al.survival_token(by_start(match.double().log(), gamma))
     rounds, u = al.expected_rounds(m, torch.tensor([8]))
     starts, s = [], 0
     while s < 8:
@@ -223,7 +230,7 @@ def test_gradient_of_rounds_through_the_draft() -> None:
     weight = torch.tensor(list(outputs.values()), dtype=torch.float64)
 
     def estimated(z: Tensor) -> Tensor:
-        ratio = al.windows(z.log_softmax(-1)[padded] - log_p, gamma)
+        ratio = by_start(z.log_softmax(-1)[padded] - log_p, gamma)
         return (weight * al.expected_rounds(al.survival_token(ratio), length)[0]).sum()
 
     def true(z: Tensor) -> float:
@@ -252,12 +259,98 @@ def test_tokens_that_cannot_be_drafted() -> None:
         assert survival(torch.tensor([math.nan])).isnan().all()
 
 
-def test_windows_and_drafted_tokens() -> None:
-    seen = al.windows(torch.tensor([[1.0, 2.0, 3.0]]), 2, fill=-1.0)
-    assert seen.tolist() == [[[1, 2], [2, 3], [3, -1]]]
+def test_drafted_tokens() -> None:
     # Cut by the budget; ended early, so that drafts run past the end; empty.
     length, budget = torch.tensor([4, 2, 0]), torch.tensor([4, 6, 5])
     drafted = al.drafted_tokens(length, budget, 4, 3)
     assert drafted.tolist() == [[3, 2, 1, 0], [3, 3, 0, 0], [0, 0, 0, 0]]
     nothing = al.expected_rounds(torch.zeros(1, 0, 3), torch.tensor([0]))
     assert nothing[0].tolist() == [0.0] and nothing[1].shape == (1, 0)
+
+
+def test_what_each_start_sees() -> None:
+    """Two replies of 1 + 3 and 1 + 1 tokens; nobody looks beyond a reply's end."""
+    index, inside = al.start_index(torch.tensor([0, 4]), torch.tensor([3, 1]), 2)
+    assert index.tolist() == [[[1, 2], [2, 3], [3, 0]], [[5, 0], [0, 0], [0, 0]]]
+    values = 10.0 * torch.arange(2)[:, None] + torch.arange(6)  # [γ, R]
+    seen = al.from_tokens(values, index, inside, fill=-1.0)
+    assert seen.tolist() == [[[1, 12], [2, 13], [3, -1]], [[5, -1], [-1, -1], [-1, -1]]]
+    back = al.to_tokens(seen, index, inside, 6)
+    assert back.tolist() == [[0, 1, 2, 3, 0, 5], [0, 0, 12, 13, 0, 0]]
+
+
+def test_position_weights_are_what_is_reached_through_each() -> None:
+    q = torch.tensor([[[0.5, 0.2, 0.1], [1.0, 0.0, 0.7]]])
+    inside = torch.tensor([[[True, True, True], [True, True, False]]])
+    first = [0.75, 0.75 * 0.6, 0.75 * 0.6 * 0.55]  # q̃ = 0.5·q + 0.5
+    found = al.position_weights(q.log(), inside, 0.5)
+    assert found[0, 0].tolist() == pytest.approx([sum(first), sum(first[1:]), first[2]])
+    assert found[0, 1].tolist() == pytest.approx([1.0 + 0.5, 0.5, 0.0])
+    assert not al.position_weights(q.log().requires_grad_(), inside, 0.5).requires_grad
+
+
+def test_the_independent_surrogate_is_biased_where_steps_hang_together() -> None:
+    """Half of the places are easy and half are hard, for every step alike."""
+    rate = torch.tensor([0.9, 0.1]).double()[:, None].expand(2, 3)  # [place, γ]
+    truth = rate.cumprod(-1).sum(-1).mean()
+    assert al.independent_length(rate[0]) == pytest.approx(0.9 + 0.81 + 0.729)
+    assert float(al.independent_length(rate.mean(0))) < 0.7 * float(truth)
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+def test_accepted_length_is_that_of_the_verifier(block: bool, gamma: int) -> None:
+    """E[A] of one round, by the last-factor sum over samples and by the process itself."""
+    p, q = table(8), table(9)
+    rule = verify.block if block else verify.token
+    total = 0.0
+    for x in itertools.product(range(SIZE), repeat=gamma):
+        laws_p = torch.stack([p(x[:k]) for k in range(gamma)])  # [γ, V]
+        laws_q = torch.stack([q((), x[:k]) for k in range(gamma)])
+        place, token = torch.arange(gamma), torch.tensor(x)
+        ratio = (laws_q.log() - laws_p.log())[place, token][None]  # [1, γ]
+        if block:
+            terms = al.rao_blackwell_block(ratio, laws_p.log()[None], laws_q.log()[None])
+        else:
+            terms = al.rao_blackwell_token(ratio, torch.minimum(laws_p, laws_q).sum(-1)[None])
+        weight = laws_p[place, token].prod()
+        total += float(weight * al.accepted_length(terms, torch.ones_like(terms, dtype=torch.bool)))
+    assert total == pytest.approx(first_round(p, q, rule, gamma), abs=1e-10)
+
+
+def first_round(
+    p: Callable[..., Tensor], q: Callable[..., Tensor], rule: object, gamma: int
+) -> float:
+    """E[A] of a round that begins at the beginning, from the verifier's own probabilities."""
+    if rule is verify.token:
+        return reached(p, q, (), gamma, 1.0)
+    total = 0.0
+    for x in itertools.product(range(SIZE), repeat=gamma):
+        chance, joint, stay = 1.0, 1.0, []
+        for k in range(gamma):
+            here_p, here_q = p(x[:k]), q((), x[:k])
+            chance *= float(here_q[x[k]])
+            joint = min(1.0, joint * float(here_p[x[k]] / here_q[x[k]]))
+            if k + 1 == gamma:
+                stay.append(joint)
+                continue
+            after = float((joint * p(x[: k + 1]) - q((), x[: k + 1])).clamp_min(0).sum())
+            stay.append(after / (after + 1 - joint) if after + 1 - joint > 0 else 1.0)
+        longest, left = 0.0, 1.0
+        for k in reversed(range(gamma)):  # the longest prefix that passes its own test
+            longest += left * stay[k] * (k + 1)
+            left *= 1 - stay[k]
+        total += chance * longest
+    return total
+
+
+def reached(
+    p: Callable[..., Tensor], q: Callable[..., Tensor], taken: Tokens, left: int, chance: float
+) -> float:
+    if left == 0:
+        return 0.0
+    kept = torch.minimum(p(taken), q((), taken))
+    return sum(
+        float(kept[v]) * chance + reached(p, q, (*taken, v), left - 1, chance * float(kept[v]))
+        for v in range(SIZE)
+    )

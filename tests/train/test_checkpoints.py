@@ -68,6 +68,23 @@ def test_only_the_last_are_kept(training: Training, tmp_path: Path) -> None:
     assert names(checkpoints(tmp_path)) == ["step-000003", "step-000004"]
 
 
+def test_a_tied_weight_is_restored_and_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    kept = model[0].weight.detach().clone()
+    save_checkpoint(accelerator, tmp_path, 5, {}, keep=1)
+    assert caplog.text == ""
+    with torch.no_grad():
+        model[0].weight.zero_()
+    load_newest(accelerator, tmp_path)
+    assert torch.equal(model[0].weight, kept) and model[1].weight is model[0].weight
+
+
 def test_a_folder_without_checkpoints(training: Training, tmp_path: Path) -> None:
     assert load_newest(training.accelerator, tmp_path / "none") is None
 

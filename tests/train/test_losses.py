@@ -264,18 +264,6 @@ def test_no_gradient_reaches_the_target() -> None:
     assert log_p.grad is None
 
 
-def test_pooled_parts_add_up_to_the_whole() -> None:
-    loss = torch.tensor([1.0, 2.0, INF, 4.0])
-    weight = torch.tensor([1.0, 0.8, 0.0, 1.0])
-    whole = losses.pooled(loss, weight, 3)
-    assert whole.item() == pytest.approx((1 + 1.6 + 4) / 3)
-    halves = losses.pooled(loss[:1], weight[:1], 3) + losses.pooled(loss[1:], weight[1:], 3)
-    assert halves.item() == pytest.approx(whole.item())
-    assert losses.pooled(loss[:0], weight[:0], torch.tensor(3)).item() == 0
-    with pytest.raises(ValueError, match="supervised"):
-        losses.pooled(loss, weight, 0)
-
-
 def test_unknown_objective_lists_what_exists() -> None:
     with pytest.raises(UserError, match=r"'kl'.*lk_hybrid"):
         losses.objective("kl")

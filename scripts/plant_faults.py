@@ -1,0 +1,191 @@
+"""Does a test fail when a sign, a mask or a denominator is wrong? Plant such faults and see.
+
+    python scripts/plant_faults.py
+
+Each fault is one edit in a copy of the package; the tests named with it then run against the copy.
+A fault that no test catches is a hole in the tests. Results go to scripts/results/faults.json.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.scripts.results import save_result
+
+ROOT = Path(__file__).resolve().parent.parent
+LOSSES, LENGTH, FUSED, STEP = (
+    f"tests/train/test_{name}.py" for name in ("losses", "accepted_length", "fused", "step")
+)
+ESTIMATE, LOOP, REPORTS = (
+    "tests/eval/test_estimate.py", "tests/train/test_loop.py", "tests/train/test_field_reports.py",
+)  # fmt: skip
+DISTRIBUTION, VOCAB, EAGLE = (
+    f"tests/drafters/test_{name}.py" for name in ("distribution", "vocab", "eagle3")
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, the edit that makes it so, and the tests that should see it."""
+
+    claim: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault("α is the sum of minima", "train/losses.py",
+          "return torch.where(q >= p, p, q).sum(-1)", "return torch.where(q >= p, q, p).sum(-1)",
+          (LOSSES,)),
+    Fault("forward KL has the target first", "train/losses.py",
+          "return (p * gap).sum(-1)", "return (log_q.exp() * gap).sum(-1)", (LOSSES,)),
+    Fault("KL on V_d is P(V_d)·KL(p̃‖q)", "train/losses.py",
+          "+ torch.special.entr(mass)", "", (LOSSES,)),
+    Fault("reverse KL has the draft first", "train/losses.py",
+          "(q * (log_q - log_p)", "(q * (log_p - log_q)", (LOSSES,)),
+    Fault("jsd/β → fkl: the mixture's weights", "train/losses.py",
+          "mix = beta * p + (1.0 - beta) * q", "mix = (1.0 - beta) * p + beta * q", (LOSSES,)),
+    Fault("TV counts what cannot be drafted", "train/losses.py",
+          "missing = torch.relu(1.0 - mass)", "missing = torch.zeros_like(mass)", (LOSSES,)),
+    Fault("-log α in log space, not clamped", "train/losses.py",
+          "return -_log_sum_exp(log_min)", "return -_log_sum_exp(log_min.clamp_min(-20.0))",
+          (LOSSES,)),
+    Fault("ties belong to p", "train/losses.py",
+          "log_min = torch.where(log_q >= log_p, log_p, log_q)",
+          "log_min = torch.where(log_q > log_p, log_p, log_q)", (LOSSES,)),
+    Fault("λ is detached", "train/losses.py",
+          "variation.detach()", "variation", (LOSSES,)),
+    Fault("λ is per token", "train/losses.py",
+          "(1.0 - variation.detach()))", "(1.0 - variation.detach().mean()))", (LOSSES,)),
+    Fault("ce is 0 outside of the draft vocabulary", "train/losses.py",
+          "return -chosen.masked_fill(token < 0, 0.0)", "return -chosen", (LOSSES,)),
+    Fault("no loss where P(V_d) = 0", "train/losses.py",
+          "return -_log_sum_exp(log_p + log_s).masked_fill(mass == 0, 0.0)",
+          "return -_log_sum_exp(log_p + log_s)", (LOSSES,)),
+    Fault("p on V_d is not renormalised", "drafters/distribution.py",
+          "return log_p if self.draft_ids is None else log_p[:, self.draft_ids]",
+          "return log_p if self.draft_ids is None else log_p[:, self.draft_ids].log_softmax(-1)",
+          (DISTRIBUTION,)),
+    Fault("warp p over V first, then gather", "drafters/distribution.py",
+          "log_p = log_probs(self.target.logits(hidden), self.law)  # [R, V]\n"
+          "            return log_p if self.draft_ids is None else log_p[:, self.draft_ids]",
+          "logits = self.target.logits(hidden)\n"
+          "            own = logits if self.draft_ids is None else logits[:, self.draft_ids]\n"
+          "            return log_probs(own, self.law)", (DISTRIBUTION,)),
+    Fault("m of token verification is capped at each step", "train/accepted_length.py",
+          "return _capped(log_ratio).cumsum(-1).exp()",
+          "return _capped(log_ratio.cumsum(-1)).exp()", (LENGTH,)),
+    Fault("m of block verification is a running minimum", "train/accepted_length.py",
+          "return _capped(products.cummin(-1).values).exp()", "return _capped(products).exp()",
+          (LENGTH,)),
+    Fault("the first position is always reached", "train/accepted_length.py",
+          "return F.pad(survival_token(log_ratio)[..., :-1], (1, 0), value=1.0)",
+          "return survival_token(log_ratio)", (LENGTH,)),
+    Fault("R before a position leaves that position out", "train/accepted_length.py",
+          "products = F.pad(log_ratio.cumsum(-1)[..., :-1], (1, 0))",
+          "products = log_ratio.cumsum(-1)", (LENGTH,)),
+    Fault("u(s + a + 1) += u(s)·P(A = a)", "train/accepted_length.py",
+          "advance = full[..., :-1] - full[..., 1:]", "advance = full[..., :-1]", (LENGTH,)),
+    Fault("no round starts beyond the end", "train/accepted_length.py",
+          "now = due[:, 0] * alive[:, s]", "now = due[:, 0]", (LENGTH,)),
+    Fault("the last token of a budget is not drafted", "train/accepted_length.py",
+          "(budget[:, None] - start - 1)", "(budget[:, None] - start)", (LENGTH,)),
+    Fault("τ is Σ N over Σ rounds", "train/accepted_length.py",
+          "return length.sum() / rounds.sum()", "return (length / rounds).mean()",
+          (LENGTH, ESTIMATE)),
+    Fault("starts see nothing beyond a reply's end", "train/accepted_length.py",
+          "inside = s + k < length[:, None, None]", "inside = s + k <= length[:, None, None]",
+          (LENGTH, STEP)),
+    Fault("weights of what is reached through a position", "train/accepted_length.py",
+          "return reached.flip(-1).cumsum(-1).flip(-1)", "return reached.cumsum(-1)", (LENGTH,)),
+    Fault("head k's ratio belongs to the round k tokens back", "train/fused.py",
+          "at = (token - back).clamp_min(0)", "at = (token - back + 1).clamp_min(0)", (FUSED,)),
+    Fault("the softmax couples all tokens", "train/fused.py",
+          "grad -= q * (grad.sum(-1, keepdim=True) + own[:, None])",
+          "grad -= q * own[:, None]", (FUSED,)),
+    Fault("tokens outside of V_d have no gradient of their own", "train/fused.py",
+          "here = own.masked_fill(column < 0, 0.0)[:, None]", "here = own[:, None]",
+          (FUSED, STEP)),
+    Fault("q(x) is 0 outside of V_d", "train/fused.py",
+          "said = said.masked_fill(column < 0, -torch.inf)", "pass", (FUSED,)),
+    Fault("the head's gradient sums over blocks", "train/fused.py",
+          "self.weight.addmm_(raw.t(), hidden)", "self.weight.copy_(raw.t() @ hidden)", (FUSED,)),
+    Fault("losses are means over the global batch", "train/step.py",
+          "return Scored(total / totals[0].clamp_min(1), measured, list(x.token))",
+          "return Scored(total / len(x.token[0]), measured, list(x.token))", (STEP,)),
+    Fault("each unrolled step has its own denominator", "train/step.py",
+          "share = decay / decay.sum() / totals.clamp_min(1)",
+          "share = decay / decay.sum() / totals[0].clamp_min(1)", (STEP,)),
+    Fault("the first reply token is never drafted", "drafters/base.py",
+          "return (r >= 1 + step)", "return (r >= step)", (STEP, REPORTS)),
+    Fault("a step reads the true tokens before it", "drafters/eagle3.py",
+          "state = F.pad(state[:, :-1], (0, 0, 1, 0))", "state = state", (EAGLE, REPORTS)),
+    Fault("the state fed back is not normed", "drafters/eagle3.py",
+          "drafted = [draw(self.head(hidden), 0)]",
+          "drafted = [draw(self.head(hidden), 0)]\n        hidden = self.norm(hidden)",
+          (EAGLE, REPORTS)),
+    Fault("accumulated batches share one denominator", "train/loop.py",
+          "counts = torch.stack([scored_tokens(b, section.unroll) for b in window]).sum(0)",
+          "counts = scored_tokens(window[0], section.unroll)", (LOOP,)),
+    Fault("only samples of the law train the second objective", "train/loop.py",
+          "valid = [r.law == objective.law for r in training]", "valid = [True for r in training]",
+          (LOOP,)),
+    Fault("stored top-K is not renormalised", "eval/estimate.py",
+          "low = p.minimum(q).sum(-1)",
+          "low = (p / p.sum(-1, keepdim=True)).minimum(q / q.sum(-1, keepdim=True)).sum(-1)",
+          (ESTIMATE,)),
+    Fault("the rest beyond the stored ids is the smaller one", "eval/estimate.py",
+          "rest = (1.0 - p.sum(-1)).minimum(1.0 - q.sum(-1))", "rest = (1.0 - q.sum(-1)) * 0.5",
+          (ESTIMATE,)),
+    Fault("every domain has its share of V_d", "drafters/vocab.py",
+          "ranked[best.indices[best.values > 0]] = torch.inf", "pass", (VOCAB,)),
+)  # fmt: skip
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "draftsmith"
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", ".*cache")
+        )
+        for fault in FAULTS:
+            seen = caught(fault, copy)
+            print(f"{'caught' if seen else 'MISSED':7} {fault.claim}", flush=True)
+            rows.append({"claim": fault.claim, "file": fault.file, "caught": seen})
+    missed = [row["claim"] for row in rows if not row["caught"]]
+    save_result("faults", {"planted": len(rows), "missed": missed, "faults": rows}, quiet=True)
+    if missed:
+        sys.exit(f"{len(missed)} of {len(rows)} faults were caught by no test")
+
+
+def caught(fault: Fault, copy: Path) -> bool:
+    """Whether the named tests fail with the fault in place.
+
+    Raises ValueError if the edit does not fit the file, or the tests could not run.
+    """
+    path = copy / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.right) != 1:
+        raise ValueError(f"'{fault.right}' stands {text.count(fault.right)} times in {fault.file}")
+    path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
+    # The copy goes first: an editable install of the package must not be found instead.
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise ValueError(done.stdout.decode()[-2000:])
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    main()
