@@ -128,8 +128,9 @@ class ObjectiveSection:
 
     loss: str | dict[str, float] = "nla"
     """One of the objectives in train/losses.py, or a mix of them by weight."""
-    then: Literal["accepted_length", "rounds"] | None = None
-    """What takes over after the loss: the expected accepted length, or the rounds themselves."""
+    then: str | None = None
+    """What takes over, on replies of the served law alone: accepted_length (expected tokens a
+    round), rounds (their number itself), or another loss."""
     switch_at: float = 0.5
     """Share of the optimiser steps after which it does."""
     switch_overlap: float | None = None

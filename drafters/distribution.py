@@ -23,6 +23,12 @@ class DraftVocabularyP:
     draft_ids: Tensor | None
     law: Law
 
+    @property
+    def width(self) -> int:
+        """Width of the widest rows that are formed."""
+        narrow = self.draft_ids is not None and self.law == Law(1.0)
+        return len(self.draft_ids) if narrow else self.target.vocab_size  # type: ignore[arg-type]
+
     @torch.no_grad()
     def __call__(self, hidden: Tensor, log_z: Tensor) -> Tensor:
         """`[R, h]`, `[R]` → log p `[R, V_d]`, gathered and never renormalised."""

@@ -27,8 +27,6 @@ from ..data.target import Target
 from .base import Draw, Step, TrainBatch, supervised_at, token_index
 from .vocab import check_floor
 
-_FUSION_NOISE = 0.1  # of the usual initial noise, on top of "the last tap as it is"
-
 
 @dataclass(frozen=True)
 class Eagle3Config:

@@ -15,20 +15,23 @@ _POSITIONS = 8192  # enough to rank tokens; beyond it only the time grows
 
 @torch.inference_mode()
 def captured_mass(target: Target, records: Sequence[Record]) -> Tensor:
-    """Target probability per token over evenly spread reply positions: `[D, V]` float64.
+    """Target probability per token over evenly spread draftable positions: `[D, V]` float64.
 
-    A row for each domain, by name. Counts what the target *would* say at temperature 1, not only
-    what was sampled; records without states count their words.
+    A row for each domain, by name. A reply's first token comes from prefill and is never drafted.
+    Counts what the target *would* say at temperature 1, not only what was sampled; records without
+    states count their words.
     """
-    stride = max(1, sum(len(r.reply) for r in records) // _POSITIONS)
+    stride = max(1, sum(len(r.reply) - 1 for r in records) // _POSITIONS)
     domains = sorted({r.domain for r in records})
     mass = torch.zeros(len(domains), target.vocab_size, dtype=torch.float64)
+    passed = 0
     for record in records:
-        own = mass[domains.index(record.domain)]
+        own, words = mass[domains.index(record.domain)], record.reply[1:]
         if record.states is None:
-            own.index_add_(0, record.reply, torch.ones(len(record.reply), dtype=torch.float64))
+            own.index_add_(0, words, torch.ones(len(words), dtype=torch.float64))
             continue
-        for part in record.states.hidden[::stride].split(_ROWS):
+        begin, passed = -passed % stride, passed + len(words)  # the stride runs on over records
+        for part in record.states.hidden[1:][begin::stride].split(_ROWS):
             p = target.logits(part.to(target.device)).softmax(-1)  # [n, V]
             own += p.sum(0).double().cpu()
     return mass

@@ -19,7 +19,7 @@ from ..data.records import row_uniforms
 from ..data.target import Target
 from ..data.warp import Law, log_probs, sample
 from ..drafters.base import Drafter
-from ..train.score import draft_law
+from ..train.score import Drafting, draft_law
 from . import verify
 
 RULES = {"token": verify.token, "block": verify.block}
@@ -37,7 +37,7 @@ class DecodeSettings:
     max_new_tokens: int
     num_draft_tokens: int
     verifier: str = "token"
-    drafting: str = "sampled"
+    drafting: Drafting = "sampled"
 
     def __post_init__(self) -> None:
         if self.verifier not in RULES:

@@ -18,7 +18,7 @@ class Estimate:
     """Expected figures of one cell at one draft length."""
 
     tokens_per_round: Interval
-    survival: tuple[float, ...]
+    survival: tuple[Interval, ...]
 
 
 def estimate(
@@ -27,7 +27,8 @@ def estimate(
     """τ and S_k of decoding with `num_draft_tokens`, expected over the drafts."""
     found = expected(conversations, num_draft_tokens, verifier)
     tau = ratio_interval(found.tokens.numpy(), found.rounds.numpy(), bootstrap)
-    return Estimate(tau, found.survival)
+    pairs = zip(found.accepted.T.numpy(), found.attempts.T.numpy(), strict=True)
+    return Estimate(tau, tuple(ratio_interval(a, n, bootstrap) for a, n in pairs))
 
 
 def overlap_interval(conversations: Sequence[Conversation], bootstrap: int) -> Interval:

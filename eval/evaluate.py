@@ -4,13 +4,10 @@ Work that takes long is kept part by part in the run's folder and not repeated a
 """
 
 import json
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ import torch
 from rich.console import Console
 
 from ..configs.errors import UserError
-from ..configs.load import recipe_hash
 from ..configs.recipe import EvalSection, Recipe
 from ..data.collect import held_out, law_of
 from ..data.files import write_json
@@ -30,19 +26,18 @@ from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
-from ..drafters.checkpoint import weights_hash
-from ..train.score import Conversation, expected, score
+from ..train.score import Conversation, Drafting, expected, score
 from .decode import DecodeSettings, Output, decode
 from .estimate import captured_mass, estimate, overlap_interval
 from .intervals import ratio_interval
 from .lossless import greedy_equality
+from .provenance import provenance
 from .speed import Cost, Timing, calibrate, generate_ratio, measure_rows, time_cell
 
 _DRAFTING = {
     "sampled": "warped by the serving law, like the target; argmax at T=0",
     "greedy": "always the draft's most probable token",
 }
-_VERSIONS = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
 @dataclass(frozen=True)
@@ -80,13 +75,14 @@ def evaluate(
     sweep = []
     for cell in cells:
         cost, timing = costs.get(cell.law.label), timings.get(cell.name)
-        rows.append(_cell_row(recipe, cell, scores[cell.name], outputs, cost, timing))
+        servings = run.servings(cell, scores[cell.name])
+        rows.append(_cell_row(recipe, cell, scores[cell.name], servings, outputs, cost, timing))
         if cost is not None and timing is not None:
             sweep.append(_sweep_row(recipe, cell, scores[cell.name], cost, timing, lengths))
     return {
         "format": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "provenance": _provenance(recipe, target, drafter, drafter_folder, store),
+        "provenance": provenance(recipe, target, drafter, drafter_folder, store),
         "settings": {
             "num_draft_tokens": recipe.serving.num_draft_tokens,
             "verifier": recipe.serving.verifier,
@@ -99,7 +95,7 @@ def evaluate(
         "sweep": sweep,
         "cost": _cost_rows(costs, ratio),
         "lossless": _lossless(recipe, target, cells, outputs),
-        "alarms": [],
+        "alarms": _left_out(recipe, records, cells),
         "stages": [],
     }
 
@@ -108,13 +104,34 @@ def _cells(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
     domains = list(dict.fromkeys(r.domain for r in records if r.split == "heldout"))
     laws = [law_of(section) for section in recipe.serving.laws]
     cells = [Cell(d, law, held_out(records, law, d)) for d in sorted(domains) for law in laws]
-    found = [c for c in cells if any(len(r.reply) > 1 for r in c.records)]
+    found = [c for c in cells if _can_be_drafted(c)]
     if not found:
         raise UserError(
             "no held-out record was answered under a served law "
             f"({', '.join(law.label for law in laws)}); raise domains.*.holdout or collect again"
         )
     return found
+
+
+def _can_be_drafted(cell: Cell) -> bool:
+    """Whether any reply goes on after its first token, which comes from prefill."""
+    return any(len(r.reply) > 1 for r in cell.records)
+
+
+def _left_out(recipe: Recipe, records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:
+    """What has no row in the tables, and why."""
+    measured = {c.name for c in cells}
+    lines = []
+    for domain in sorted({r.domain for r in records if r.split == "heldout"}):
+        for law in map(law_of, recipe.serving.laws):
+            cell = Cell(domain, law, held_out(records, law, domain))
+            if cell.name not in measured:
+                count = len(cell.records)
+                reason = (
+                    f"none of its {count} replies has a second token" if count else "no replies"
+                )
+                lines.append(f"{cell.name} is left out: {reason}")
+    return lines
 
 
 def _calibration(recipe: Recipe, store: RecordStore, cells: Sequence[Cell]) -> list[Request]:
@@ -158,8 +175,25 @@ class _Run:
 
     def scores(self, cell: Cell, steps: int) -> list[Conversation]:
         self.console.print(f"estimate  {cell.name}")
-        drafting = self.recipe.serving.drafting
+        return self._score(cell, steps, self.recipe.serving.drafting)
+
+    def _score(self, cell: Cell, steps: int, drafting: Drafting) -> list[Conversation]:
         return score(self.target, self.drafter, cell.records, cell.law, steps, self.limit, drafting)
+
+    def servings(self, cell: Cell, scores: list[Conversation]) -> dict[str, Any]:
+        """Expected τ for every way of drawing and verifying drafts; they differ above T = 0."""
+        if cell.law.temperature == 0:
+            return {}
+        gamma, own = self.recipe.serving.num_draft_tokens, self.recipe.serving.drafting
+        found = {}
+        ways: tuple[tuple[Drafting, str], ...]
+        ways = (("sampled", "token"), ("sampled", "block"), ("greedy", "token"))
+        for drafting, rule in ways:
+            used = scores if drafting == own else self._score(cell, gamma, drafting)
+            name = f"{drafting}, {rule}" if drafting == "sampled" else drafting
+            tau = estimate(used, gamma, rule, self.recipe.eval.bootstrap).tokens_per_round
+            found[name] = tau.to_dict()
+        return found
 
     def _settings(self, tokens: int) -> DecodeSettings:
         served = self.recipe.serving
@@ -229,6 +263,7 @@ def _cell_row(
     recipe: Recipe,
     cell: Cell,
     scores: Sequence[Conversation],
+    by_serving: dict[str, Any],
     outputs: dict[str, Output],
     cost: Cost | None,
     timing: Timing | None,
@@ -248,7 +283,7 @@ def _cell_row(
             "plain_tokens_per_s": timing.plain_tokens_per_s,
             "speculative_tokens_per_s": timing.fast_tokens_per_s[gamma],
             "speedup": timing.speedup[gamma].to_dict(),
-            "predicted": cost.speedup(known.survival),
+            "predicted": cost.speedup([s.value for s in known.survival]),
         }
     return {
         "domain": cell.domain,
@@ -258,9 +293,12 @@ def _cell_row(
         "overlap": overlap_interval(scores, section.bootstrap).to_dict(),
         "captured_mass": captured_mass(scores),
         "acceptance_by_position": [_position(every, k) for k in range(1, gamma + 1)],
-        "survival_estimated": list(known.survival),
+        "uncaptured_tokens": sum(c.uncaptured for c in scores),
+        "excluded_samples": sum(c.excluded for c in scores),
+        "survival_estimated": [s.to_dict() for s in known.survival],
         "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap).to_dict(),
         "tokens_per_round_estimated": known.tokens_per_round.to_dict(),
+        "tokens_per_round_by_serving": by_serving,
         "mean_accepted": accepted / max(1, len(every)),
         "draft_acceptance_rate": accepted / max(1, drafted),
         "rounds": len(every),
@@ -291,12 +329,13 @@ def _sweep_row(
     timing: Timing,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
-    survivals = [expected(scores, g, recipe.serving.verifier).survival for g in lengths]
+    courses = [expected(scores, g, recipe.serving.verifier) for g in lengths]
     return {
         "domain": cell.domain,
         "law": cell.law.label,
         "num_draft_tokens": list(lengths),
-        "predicted": [cost.speedup(s) for s in survivals],
+        "tokens_per_round_estimated": [c.tokens_per_round for c in courses],
+        "predicted": [cost.speedup(c.survival) for c in courses],
         "measured": [
             {"num_draft_tokens": g, **interval.to_dict()}
             for g, interval in sorted(timing.speedup.items())
@@ -342,46 +381,3 @@ def _margins(target: Target, record: Record) -> list[float]:
     assert record.states is not None
     top = target.logits(record.states.hidden.to(target.device)).topk(2).values  # [R, 2]
     return (top[:, 0] - top[:, 1]).tolist()
-
-
-def _provenance(
-    recipe: Recipe, target: Target, drafter: Drafter, folder: Path, store: RecordStore
-) -> dict[str, Any]:
-    assert isinstance(drafter, torch.nn.Module)
-    ids = drafter.draft_ids
-    return {
-        "draftsmith": _version("draftsmith"),
-        "recipe": recipe.name,
-        "recipe_hash": recipe_hash(recipe),
-        "target": dict(target.provenance),
-        "drafter": {
-            "family": drafter.family,
-            "parameters": sum(p.numel() for p in drafter.trainable()),
-            "draft_vocab_size": target.vocab_size if ids is None else len(ids),
-            "weights_sha256": weights_hash(folder),
-            "config": {"taps": list(drafter.taps)},
-        },
-        "versions": {name: _version(name) for name in _VERSIONS},
-        "machine": {
-            "processor": processor(),
-            "threads": torch.get_num_threads(),
-            "device": str(target.device),
-        },
-        "prompts_sha256": store.settings["prompts"],
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.machine()}, {os.cpu_count()} cores"

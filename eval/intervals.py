@@ -25,6 +25,8 @@ def ratio_interval(
     numerator: NDArray[np.float64], denominator: NDArray[np.float64], resamples: int
 ) -> Interval:
     """Σ numerator / Σ denominator with a percentile bootstrap over the entries."""
+    if not denominator.sum() > 0:
+        return Interval(0.0, None, None)
     value = float(numerator.sum() / denominator.sum())
     n = len(numerator)
     if n < 2:

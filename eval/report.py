@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..configs.errors import UserError
 from .page import GLOSSARY, Banner, Report, Table, render_page
+from .tables import detail_tables, interval_text, stages_table, summary_tables
 
 FORMAT = 1
 JSON_NAME = "report.json"
@@ -28,8 +29,6 @@ MIN_GENERATE_RATIO = 0.97
 """A plain loop slower than this share of transformers' generate flatters every speedup."""
 MIN_OVERLAP_TO_ACCEPT = 0.05
 """Above this overlap, a decoder that accepts nothing at all is broken, not unlucky."""
-
-MISSING = "–"
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -114,13 +113,13 @@ def _cell_alarms(cell: Report) -> Iterator[str]:
     speedup = (cell.get("speed") or {}).get("speedup") or {}
     if _above(speedup, decoded):
         yield (
-            f"{where}: measured speedup {_interval(speedup, 2)} lies above τ "
-            f"{_interval(decoded, 2)}, which is impossible: the plain baseline is wrong"
+            f"{where}: measured speedup {interval_text(speedup, 2)} lies above τ "
+            f"{interval_text(decoded, 2)}, which is impossible: the plain baseline is wrong"
         )
     if _above(estimated, decoded) or _above(decoded, estimated):
         yield (
-            f"{where}: estimated τ {_interval(estimated, 2)} and decoded τ "
-            f"{_interval(decoded, 2)} exclude each other: the decoder and the estimator do not "
+            f"{where}: estimated τ {interval_text(estimated, 2)} and decoded τ "
+            f"{interval_text(decoded, 2)} exclude each other: the decoder and the estimator do not "
             "see the same draft"
         )
     overlap = cell["overlap"]["value"]
@@ -143,173 +142,6 @@ def _above(upper: Report, lower: Report) -> bool:
 
 def _all_alarms(report: Report) -> list[str]:
     return list(dict.fromkeys([*(report.get("alarms") or []), *alarms(report)]))
-
-
-def summary_tables(report: Report) -> list[Table]:
-    """What the terminal prints and the page begins with."""
-    makers = (_acceptance, _rounds, _speed, _costs, _near_ties)
-    return [table for table in (make(report) for make in makers) if table.rows]
-
-
-def detail_tables(report: Report) -> list[Table]:
-    """What only the page has room for: per position, per draft length, and the conditions."""
-    settings = tuple((key, str(value)) for key, value in _flat(report["settings"]))
-    provenance = tuple((key, str(value)) for key, value in _flat(report["provenance"]))
-    header = ("what", "value")
-    tables = [
-        _positions(report),
-        _sweep(report),
-        Table("Settings", header, settings, labels=2),
-        Table("Provenance", header, provenance, labels=2),
-        _stages(report),
-    ]
-    return [table for table in tables if table.rows]
-
-
-def _acceptance(report: Report) -> Table:
-    cells = report["cells"]
-    gamma = max((len(cell["acceptance_by_position"]) for cell in cells), default=0)
-    reduced = any(cell.get("captured_mass") is not None for cell in cells)
-    ceiling = ("P(V_d)",) if reduced else ()
-    rows = []
-    for cell in cells:
-        survival = [place["survival"] for place in cell["acceptance_by_position"]]
-        survival += [None] * (gamma - len(survival))
-        mass = (_number(cell.get("captured_mass"), 3),) if reduced else ()
-        rows.append(
-            (
-                *(cell["domain"], cell["law"], str(cell["prompts"])),
-                *(_interval(cell["overlap"], 3), *mass),
-                *(_number(value, 2) for value in survival),
-            )
-        )
-    survivals = tuple(f"S_{k}" for k in range(1, gamma + 1))
-    headers = ("domain", "law", "n", "α overlap", *ceiling, *survivals)
-    note = "P(V_d): the target's mass on the reduced draft vocabulary, a ceiling for α."
-    return Table("Acceptance", headers, tuple(rows), 2, note if reduced else "")
-
-
-def _rounds(report: Report) -> Table:
-    headers = ("domain", "law", "rounds", "τ decoded", "τ estimated", "accepted ÷ drafted")
-    rows = tuple(
-        (
-            *(cell["domain"], cell["law"], str(cell["rounds"])),
-            _interval(cell["tokens_per_round"], 2),
-            _interval(cell.get("tokens_per_round_estimated"), 2),
-            _number(cell["draft_acceptance_rate"], 3),
-        )
-        for cell in report["cells"]
-    )
-    return Table("Tokens per round", headers, rows, 2)
-
-
-def _speed(report: Report) -> Table:
-    speeds = ("plain tok/s", "speculative tok/s", "speedup measured", "speedup predicted")
-    headers = ("domain", "law", "n", *speeds)
-    rows = tuple(
-        (
-            *(cell["domain"], cell["law"], str(speed.get("prompts", MISSING))),
-            _number(speed.get("plain_tokens_per_s"), 1),
-            _number(speed.get("speculative_tokens_per_s"), 1),
-            _interval(speed.get("speedup"), 2),
-            _number(speed.get("predicted"), 2),
-        )
-        for cell, speed in ((cell, cell.get("speed")) for cell in report["cells"])
-        if speed
-    )
-    gamma = report["settings"]["num_draft_tokens"]
-    return Table("Speed", headers, rows, 2, f"Draft length γ = {gamma}, one row at a time.")
-
-
-def _costs(report: Report) -> Table:
-    cost = report.get("cost") or {}
-    if not cost:
-        return Table("Costs", (), ())
-    passes = zip(cost.get("rows") or [], cost.get("v") or [], strict=False)
-    plain = cost.get("plain_seconds_per_token")
-    rows = (
-        *((f"v({n})", _number(value, 3)) for n, value in passes),
-        *(
-            (f"{name}, {law}", _number(values.get(name), 3))
-            for law, values in (cost.get("by_law") or {}).items()
-            for name in ("c_first", "c", "o", "o_plain")
-        ),
-        ("plain ms per token", _number(None if plain is None else 1000 * plain, 1)),
-        ("plain loop ÷ transformers generate", _interval(cost.get("generate_ratio"), 2)),
-    )
-    note = (
-        f"c, v, o in one-token target passes, at {cost.get('context', MISSING)} tokens of context."
-    )
-    return Table("Costs", ("cost", "value"), rows, 1, note)
-
-
-def _near_ties(report: Report) -> Table:
-    lossless = report.get("lossless") or {}
-    rows = tuple(
-        (kind, str(place["prompt_id"]), str(place["position"]), f"{place['margin']:.2e}")
-        for kind, key in (("different", "different"), ("near-tie", "near_ties"))
-        for place in lossless.get(key) or []
-    )
-    headers = ("kind", "prompt", "position", "top-2 margin")
-    return Table("Where greedy outputs part", headers, rows, 2)
-
-
-def _positions(report: Report) -> Table:
-    rows = tuple(
-        (
-            *(cell["domain"], cell["law"], str(place["position"])),
-            *(str(place["attempts"]), str(place["accepted"])),
-            *(_number(place["conditional"], 3), _number(place["survival"], 3)),
-        )
-        for cell in report["cells"]
-        for place in cell["acceptance_by_position"]
-    )
-    headers = ("domain", "law", "position", "attempts", "accepted", "conditional", "survival S_k")
-    return Table("Acceptance by position", headers, rows, 2)
-
-
-def _sweep(report: Report) -> Table:
-    rows = []
-    for line in report.get("sweep") or []:
-        measured = {point["num_draft_tokens"]: point for point in line["measured"]}
-        predicted = dict(zip(line["num_draft_tokens"], line["predicted"], strict=True))
-        rows += [
-            (
-                *(line["domain"], line["law"], str(gamma)),
-                *(_number(predicted.get(gamma), 2), _interval(measured.get(gamma), 2)),
-            )
-            for gamma in sorted({*predicted, *measured})
-        ]
-    headers = ("domain", "law", "γ", "speedup predicted", "speedup measured")
-    return Table("Speedup by draft length", headers, tuple(rows), 2)
-
-
-def _stages(report: Report) -> Table:
-    stages = report.get("stages") or []
-    rows = tuple((stage["stage"], _number(stage["seconds"], 1)) for stage in stages)
-    return Table("Stages", ("stage", "seconds"), rows)
-
-
-def _flat(mapping: Report, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as dotted keys, in their own order."""
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", MISSING if value is None else value
-
-
-def _number(value: float | None, digits: int) -> str:
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _interval(estimate: Report | None, digits: int) -> str:
-    """`0.52 [0.49–0.55]`, without brackets where there is no interval."""
-    low, high = ((estimate or {}).get(key) for key in ("low", "high"))
-    value = _number((estimate or {}).get("value"), digits)
-    if low is None or high is None:
-        return value
-    return f"{value} [{_number(low, digits)}–{_number(high, digits)}]"
 
 
 def banners(report: Report) -> list[Banner]:
@@ -371,7 +203,7 @@ def print_report(report: Report, console: Console) -> None:
     styles = {"good": "bold green", "warn": "bold yellow", "bad": "bold red"}
     for banner in banners(report):
         console.print(Text(banner.text, style=styles[banner.tone]))
-    for table in [*summary_tables(report), _stages(report)]:
+    for table in [*summary_tables(report), stages_table(report)]:
         if table.rows:
             _print_table(table, console)
             if table.note:

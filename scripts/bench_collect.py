@@ -20,7 +20,7 @@ from draftsmith.data.gather import GatherSettings, Request, answer
 from draftsmith.data.prompts import load_domains
 from draftsmith.data.target import Target, load_target
 from draftsmith.data.warp import Law
-from draftsmith.eval.evaluate import processor
+from draftsmith.eval.provenance import processor
 from draftsmith.scripts.results import save_result
 
 SIZES = (16, 32, 48)

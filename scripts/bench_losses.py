@@ -8,23 +8,24 @@ its inputs take. Results go to scripts/results/losses.json.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.evaluate import processor
+from draftsmith.eval.provenance import processor
 from draftsmith.scripts.results import save_result
 from draftsmith.train import accepted_length as al
 from draftsmith.train import fused, losses
-from draftsmith.train.fused import Head, Rounds, Unrolled
+from draftsmith.train.chunks import CHUNK_BYTES, Head, Unrolled
+from draftsmith.train.fused import Rounds
 
 HIDDEN, REPLY, GAMMA = 576, 128, 3
 PER_TOKEN = ("fkl", "tv", "nla", "lk_hybrid")
@@ -50,7 +51,7 @@ class Case:
         at = torch.ones(total, dtype=torch.bool)
         at[first] = False
         self.token = torch.where(at)[0]
-        self.x = Unrolled([self.hidden], [self.token], self.log_p, column)
+        self.x = Unrolled([self.hidden], [self.token], self.log_p, column, vocabulary)
         self.head = Head(self.weight, None, lambda z: z)
 
     def log_p(self, at: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def main() -> None:
                 rows.append(row)
     save_result("losses", {
         "machine": processor(), "threads": torch.get_num_threads(), "tokens": args.tokens,
-        "hidden": HIDDEN, "num_draft_tokens": GAMMA, "chunk_megabytes": fused.CHUNK_BYTES >> 20,
+        "hidden": HIDDEN, "num_draft_tokens": GAMMA, "chunk_megabytes": CHUNK_BYTES >> 20,
         "rows": rows,
     })  # fmt: skip
 
@@ -195,9 +196,18 @@ def peak(tokens: int, vocabulary: int, form: str, name: str, frozen: bool) -> fl
     """Megabytes beyond the inputs at the highest."""
     case = Case(tokens, vocabulary, frozen)
     FORMS[form](Case(64, 1024, frozen), name)  # libraries and their buffers load
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = resident("VmRSS")
     FORMS[form](case, name)
-    return round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6, 1)
+    return round((resident("VmHWM") - before) / 1e6, 1)
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory, now ("VmRSS") or at most since the mark ("VmHWM")."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; memory is measured on Linux only")
 
 
 if __name__ == "__main__":

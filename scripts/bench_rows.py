@@ -15,7 +15,7 @@ import torch
 from draftsmith.configs.recipe import TargetSection
 from draftsmith.data.linear import FewRowsLinear, measured_forms, speed_up_few_rows
 from draftsmith.data.target import Target, load_target
-from draftsmith.eval.evaluate import processor
+from draftsmith.eval.provenance import processor
 from draftsmith.scripts.results import save_result
 
 ROWS = (1, 2, 3, 4, 5, 6, 8)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ LOSSES, LENGTH, FUSED, STEP = (
 ESTIMATE, LOOP, REPORTS = (
     "tests/eval/test_estimate.py", "tests/train/test_loop.py", "tests/train/test_field_reports.py",
 )  # fmt: skip
+LOAD = "tests/train/test_load_data.py"
 DISTRIBUTION, VOCAB, EAGLE = (
     f"tests/drafters/test_{name}.py" for name in ("distribution", "vocab", "eagle3")
 )
@@ -109,12 +111,9 @@ FAULTS = (
     Fault("the softmax couples all tokens", "train/fused.py",
           "grad -= q * (grad.sum(-1, keepdim=True) + own[:, None])",
           "grad -= q * own[:, None]", (FUSED,)),
-    Fault("tokens outside of V_d have no gradient of their own", "train/fused.py",
-          "here = own.masked_fill(column < 0, 0.0)[:, None]", "here = own[:, None]",
-          (FUSED, STEP)),
     Fault("q(x) is 0 outside of V_d", "train/fused.py",
           "said = said.masked_fill(column < 0, -torch.inf)", "pass", (FUSED,)),
-    Fault("the head's gradient sums over blocks", "train/fused.py",
+    Fault("the head's gradient sums over blocks", "train/chunks.py",
           "self.weight.addmm_(raw.t(), hidden)", "self.weight.copy_(raw.t() @ hidden)", (FUSED,)),
     Fault("losses are means over the global batch", "train/step.py",
           "return Scored(total / totals[0].clamp_min(1), measured, list(x.token))",
@@ -133,7 +132,7 @@ FAULTS = (
     Fault("accumulated batches share one denominator", "train/loop.py",
           "counts = torch.stack([scored_tokens(b, section.unroll) for b in window]).sum(0)",
           "counts = scored_tokens(window[0], section.unroll)", (LOOP,)),
-    Fault("only samples of the law train the second objective", "train/loop.py",
+    Fault("only samples of the law train the second objective", "train/corpus.py",
           "valid = [r.law == objective.law for r in training]", "valid = [True for r in training]",
           (LOOP,)),
     Fault("stored top-K is not renormalised", "eval/estimate.py",
@@ -143,6 +142,22 @@ FAULTS = (
     Fault("the rest beyond the stored ids is the smaller one", "eval/estimate.py",
           "rest = (1.0 - p.sum(-1)).minimum(1.0 - q.sum(-1))", "rest = (1.0 - q.sum(-1)) * 0.5",
           (ESTIMATE,)),
+    Fault("the last factor of block verification is a minimum", "train/accepted_length.py",
+          "return torch.where(scaled_q >= scaled_p, scaled_p, scaled_q).exp().sum(-1)",
+          "return torch.where(scaled_q >= scaled_p, scaled_q, scaled_p).exp().sum(-1)", (LENGTH,)),
+    Fault("q is warped by the law's temperature", "train/objective.py",
+          "else logits / self.law.temperature", "else logits", (STEP,)),
+    Fault("greedy drafts are one-hot", "train/score.py",
+          'return Law(0.0) if drafting == "greedy" else law', "return law", (ESTIMATE,)),
+    Fault("a minimum of 0 stands outside of V_d", "train/fused.py",
+          "total = from_p + from_q", "total = from_p", (FUSED,)),
+    Fault("product weights fall on the steps they belong to", "train/step.py",
+          "return [by_token[k, token] / count", "return [by_token[0, token] / count", (STEP,)),
+    Fault("held-out figures are of the objective's law", "train/corpus.py",
+          'r.split == "heldout" and r.law == objective.law', 'r.split == "heldout"', (LOAD,)),
+    Fault("the moving average is what is saved", "train/loop.py",
+          "return self.drafter if self.average is None else", "return self.drafter if True else",
+          (LOOP,)),
     Fault("every domain has its share of V_d", "drafters/vocab.py",
           "ranked[best.indices[best.values > 0]] = torch.inf", "pass", (VOCAB,)),
 )  # fmt: skip
@@ -152,9 +167,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "draftsmith"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", ".*cache")
-        )
+        left_out = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache")
+        shutil.copytree(ROOT, copy, ignore=left_out)
+        if fails(sorted({test for fault in FAULTS for test in fault.tests}), copy):
+            sys.exit("the tests fail before any fault is planted")
         for fault in FAULTS:
             seen = caught(fault, copy)
             print(f"{'caught' if seen else 'MISSED':7} {fault.claim}", flush=True)
@@ -175,13 +191,17 @@ def caught(fault: Fault, copy: Path) -> bool:
     if text.count(fault.right) != 1:
         raise ValueError(f"'{fault.right}' stands {text.count(fault.right)} times in {fault.file}")
     path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
-    # The copy goes first: an editable install of the package must not be found instead.
-    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
+        return fails(fault.tests, copy)
     finally:
         path.write_text(text, encoding="utf-8")
+
+
+def fails(tests: Sequence[str], copy: Path) -> bool:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    # The copy goes first: an editable install of the package must not be found instead.
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
     if done.returncode not in (0, 1):
         raise ValueError(done.stdout.decode()[-2000:])
     return done.returncode == 1

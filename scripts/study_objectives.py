@@ -4,7 +4,7 @@
 
 One cell is one objective, family and seed: trained, scored by the estimator and, for the first
 seed, decoded. A cell that is done is never repeated. Results go to scripts/results/objectives.json
-and objectives.svg; differences are paired by conversation and pooled over seeds.
+and objectives.svg; differences are paired by conversation and seed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.batch import records_with_states
 from draftsmith.drafters.checkpoint import load_drafter
 from draftsmith.eval.decode import DecodeSettings, decode
-from draftsmith.eval.evaluate import processor
+from draftsmith.eval.provenance import processor
 from draftsmith.scripts.results import FOLDER, save_result
 from draftsmith.train.loop import train
 from draftsmith.train.score import expected, score
@@ -41,15 +41,20 @@ HYBRID = "lk_hybrid"
 OBJECTIVES: dict[str, tuple[dict[str, Any], Literal["token", "block"]]] = {
     "ce": ({"loss": "ce"}, "token"),
     "fkl": ({"loss": "fkl"}, "token"),
-    "tv (cold)": ({"loss": "tv"}, "token"),
+    "tv": ({"loss": "tv"}, "token"),
     "nla": ({"loss": "nla"}, "token"),
     "lk_hybrid": ({"loss": HYBRID}, "token"),
+    # What takes over sees replies of the served law only: this row is the control for that.
+    "lk_hybrid → lk_hybrid": ({"loss": HYBRID, "then": HYBRID}, "token"),
     "lk_hybrid → accepted_length (block)": ({"loss": HYBRID, "then": "accepted_length"}, "block"),
     "lk_hybrid → rounds (token)": ({"loss": HYBRID, "then": "rounds"}, "token"),
     "lk_hybrid → rounds (block)": ({"loss": HYBRID, "then": "rounds"}, "block"),
     "nla → rounds (block)": ({"loss": "nla", "then": "rounds"}, "block"),
 }
-BASE = "fkl"
+BASES = ("fkl", "lk_hybrid → lk_hybrid")
+"""What all are compared with: the usual loss, and the control of those that take over."""
+GREEDY_DECODED = ("nla", "lk_hybrid → rounds (block)")
+"""Decoded at T = 0 too, where the estimate is known to equal decoding reply by reply."""
 CAUSAL = ("fkl", "lk_hybrid")
 LAWS = (Law(0.0), Law(1.0))
 VERIFIERS = ("token", "block")
@@ -77,9 +82,16 @@ def main() -> None:
         path = cell_path(args.runs, family, recipe)
         if not path.exists():
             console.print(f"cell {number + 1} of {len(cells)}: {family}, {name}, seed {seed}")
-            cell = run_cell(recipe, target, store, path.parent, console, decoded=seed == 0)
+            laws = decoded_laws(name, seed)
+            cell = run_cell(recipe, target, store, path.parent, console, laws)
             write_json(path, {"family": family, "objective": name, "seed": seed, **cell})
         summarise(finished(args.runs, args.steps), args.steps, target)
+
+
+def decoded_laws(name: str, seed: int) -> tuple[Law, ...]:
+    if seed:
+        return ()
+    return LAWS if name in GREEDY_DECODED else LAWS[1:]
 
 
 def cell_path(runs: Path, family: str, recipe: Recipe) -> Path:
@@ -118,7 +130,7 @@ def run_cell(
     store: RecordStore,
     folder: Path,
     console: Console,
-    decoded: bool,
+    decoded: Sequence[Law],
 ) -> dict[str, Any]:
     """Train, score and perhaps decode one cell; everything by conversation."""
     start = time.perf_counter()
@@ -132,7 +144,7 @@ def run_cell(
         own = [r for d in sorted({r.domain for r in records}) for r in held_out(records, law, d)]
         own = [r for r in own if len(r.reply) > 1]
         result["estimated"][law.label] = estimated(target, drafter, own, law, limit)
-        if decoded:
+        if law in decoded:
             rule = recipe.serving.verifier if law.temperature else VERIFIERS[0]
             result["decoded"][law.label] = {rule: decode_all(target, drafter, own, limit, rule)}
     return result
@@ -178,21 +190,21 @@ def decode_all(
 
 
 def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> None:
-    """Pool over seeds, compare with the base objective, save."""
-    rows = []
-    for family in dict.fromkeys(c["family"] for c in cells):
-        for name in dict.fromkeys(c["objective"] for c in cells if c["family"] == family):
-            mine = [c for c in cells if (c["family"], c["objective"]) == (family, name)]
-            base = [c for c in cells if (c["family"], c["objective"]) == (family, BASE)]
-            rows.append(row_of(family, name, mine, base))
+    """Pool over seeds, compare with the bases, save."""
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        by_name.setdefault((cell["family"], cell["objective"]), []).append(cell)
+    rows = [
+        row_of(family, name, mine, {base: by_name.get((family, base), []) for base in BASES})
+        for (family, name), mine in by_name.items()
+    ]
     result = {
         "target": target.provenance["name"],
         "quantisation": target.provenance["quantisation"],
         "machine": processor(),
         "steps": steps,
         "num_draft_tokens": GAMMA,
-        "intervals": "95 %, bootstrap over conversations; differences paired by conversation",
-        "base": BASE,
+        "intervals": "95 %, bootstrap over conversations and seeds; differences are paired by both",
         "rows": rows,
     }
     save_result("objectives", result, quiet=True)
@@ -200,67 +212,85 @@ def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> No
 
 
 def row_of(
-    family: str, name: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
+    family: str,
+    name: str,
+    mine: Sequence[dict[str, Any]],
+    bases: dict[str, Sequence[dict[str, Any]]],
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "family": family,
-        "objective": name,
-        "seeds": len(mine),
-        "train_seconds": round(float(np.median([c["train_seconds"] for c in mine])), 1),
-    }
+    row: dict[str, Any] = {"family": family, "objective": name, "seeds": [c["seed"] for c in mine]}
     for law in (x.label for x in LAWS):
         tables = [c["estimated"][law] for c in mine]
-        theirs = [c["estimated"][law] for c in base[: len(mine)]]
-        own: dict[str, Any] = {
-            "overlap": pooled(tables, "overlap", "tokens"),
-            "overlap − base": difference(tables, theirs, "overlap", "tokens"),
-        }
+        own: dict[str, Any] = {"overlap": pooled(tables, "overlap", "tokens")}
         for rule in VERIFIERS if law != LAWS[0].label else VERIFIERS[:1]:
             key = f"rounds {rule}"
             own[f"τ {rule}"] = pooled(tables, "tokens", key)
-            own[f"τ {rule} − base"] = difference(tables, theirs, "tokens", key)
-            own[f"τ {rule} by seed"] = [
-                round(sum(t["tokens"]) / sum(t[key]), 4) for t in tables
-            ]  # fmt: skip
-            own[f"S_k {rule}"] = (
-                np.mean([t[f"survival {rule}"] for t in tables], 0).round(4).tolist()
-            )
-            decoded = [c["decoded"][law][rule] for c in mine if rule in c["decoded"].get(law, {})]
+            own[f"τ {rule} by seed"] = [round(sum(t["tokens"]) / sum(t[key]), 4) for t in tables]
+            own[f"S_k {rule} by seed"] = [t[f"survival {rule}"] for t in tables]
+            for base, cells in bases.items():
+                shared = sorted({c["seed"] for c in mine} & {c["seed"] for c in cells})
+                pairs = [
+                    (by_seed(mine, seed)["estimated"][law], by_seed(cells, seed)["estimated"][law])
+                    for seed in shared
+                ]
+                if pairs and base != name:
+                    own[f"τ {rule} − {base}"] = difference(pairs, "tokens", key)
+            decoded = [c for c in mine if rule in c["decoded"].get(law, {})]
             if decoded:
-                own[f"τ {rule} decoded"] = pooled(decoded, "tokens", "rounds")
-                own[f"z {rule}"] = z_score(tables[:1], decoded, key)
+                tau = [c["decoded"][law][rule] for c in decoded]
+                own[f"τ {rule} decoded"] = pooled(tau, "tokens", "rounds")
+                own[f"z {rule}"] = z_score([c["estimated"][law] for c in decoded], tau, key)
         row[law] = own
     return row
 
 
-def _sums(tables: Sequence[dict[str, Any]], key: str) -> np.ndarray:
-    return np.sum([t[key] for t in tables], axis=0).astype(float)  # by conversation, over seeds
+def by_seed(cells: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    return next(c for c in cells if c["seed"] == seed)
 
 
-def _draws(count: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+def _table(tables: Sequence[dict[str, Any]], key: str) -> np.ndarray:
+    return np.array([t[key] for t in tables], dtype=float)  # [seeds, conversations]
+
+
+def _resampled(values: np.ndarray) -> np.ndarray:
+    """Sums over resampled seeds and conversations, the same ones for every call: `[draws]`."""
+    seeds, count = values.shape
+    rng = np.random.default_rng(0)
+    of_seeds = rng.integers(0, seeds, (RESAMPLES, seeds))
+    of_rows = rng.integers(0, count, (RESAMPLES, count))
+    return np.array([
+        values[np.ix_(s, r)].sum() for s, r in zip(of_seeds, of_rows, strict=True)
+    ])  # fmt: skip
+
+
+def _interval(value: float, draws: np.ndarray) -> list[float]:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return [round(float(x), 4) for x in (value, low, high)]
 
 
 def pooled(tables: Sequence[dict[str, Any]], above: str, below: str) -> list[float]:
     """[value, low, high] of a pooled ratio."""
-    a, b = _sums(tables, above), _sums(tables, below)
-    index = _draws(len(a))
-    low, high = np.quantile(a[index].sum(1) / b[index].sum(1), [0.025, 0.975])
-    return [round(float(x), 4) for x in (a.sum() / b.sum(), low, high)]
+    a, b = _table(tables, above), _table(tables, below)
+    return _interval(a.sum() / b.sum(), _resampled(a) / _resampled(b))
 
 
 def difference(
-    mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], above: str, below: str
-) -> list[float] | None:
-    """[value, low, high] of the difference of two pooled ratios over the same conversations."""
-    if len(base) < len(mine) or mine[0]["prompt"] != base[0]["prompt"]:
-        return None
-    a, b, c, d = _sums(mine, above), _sums(mine, below), _sums(base, above), _sums(base, below)
-    index = _draws(len(a))
-    gaps = a[index].sum(1) / b[index].sum(1) - c[index].sum(1) / d[index].sum(1)
-    low, high = np.quantile(gaps, [0.025, 0.975])
-    value = a.sum() / b.sum() - c.sum() / d.sum()
-    return [round(float(x), 4) for x in (value, low, high)]
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], above: str, below: str
+) -> dict[str, Any]:
+    """Difference of two pooled ratios over the same conversations and seeds.
+
+    real: every seed has the sign of the whole, and the interval leaves out 0.
+    """
+    mine, base = [m for m, _ in pairs], [b for _, b in pairs]
+    a, b, c, d = (_table(t, key) for t in (mine, base) for key in (above, below))
+    each = a.sum(1) / b.sum(1) - c.sum(1) / d.sum(1)  # [seeds]
+    draws = _resampled(a) / _resampled(b) - _resampled(c) / _resampled(d)
+    interval = _interval(a.sum() / b.sum() - c.sum() / d.sum(), draws)
+    agree = bool((each > 0).all() or (each < 0).all())
+    return {
+        "interval": interval,
+        "by_seed": each.round(4).tolist(),
+        "real": agree and len(pairs) > 1 and not interval[1] <= 0 <= interval[2],
+    }
 
 
 def z_score(
@@ -270,10 +300,9 @@ def z_score(
 
     half_width: the wider of both τ's 95 % half-widths, relative; wide intervals prove nothing.
     """
-    n, r = _sums(estimated, "tokens"), _sums(estimated, key)
-    m, s = _sums(decoded, "tokens"), _sums(decoded, "rounds")
-    index = _draws(len(n))
-    one, two = n[index].sum(1) / r[index].sum(1), m[index].sum(1) / s[index].sum(1)
+    n, r = _table(estimated, "tokens"), _table(estimated, key)
+    m, s = _table(decoded, "tokens"), _table(decoded, "rounds")
+    one, two = _resampled(n) / _resampled(r), _resampled(m) / _resampled(s)
     gap = n.sum() / r.sum() - m.sum() / s.sum()
     spread = float((one - two).std())
     wide = max(

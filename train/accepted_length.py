@@ -121,7 +121,9 @@ def drafted_tokens(length: Tensor, budget: Tensor, steps: int, num_draft_tokens:
 
 
 def survival(m: Tensor, weights: Tensor, length: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """Expected (accepted [γ], attempts [γ]) by position; their ratio is S_k.
+    """Expected (accepted, attempts) by conversation and position, [B, γ] each.
+
+    The ratio of their sums over conversations is S_k.
 
     `m` [B, N, γ], `weights` u [B, N], `length` [B], `drafted` [B, N] from `drafted_tokens`. An
     attempt of position k is a round that drafted k tokens or more. Tokens drafted beyond an end
@@ -132,9 +134,9 @@ def survival(m: Tensor, weights: Tensor, length: Tensor, drafted: Tensor) -> tup
     left = length[:, None] - torch.arange(steps, device=m.device)  # [B, N]
     tried = position <= drafted[..., None]  # [B, N, γ]
     inside = position <= left[..., None]
-    attempts = (weights[..., None] * tried).sum((0, 1))  # [γ]
+    attempts = (weights[..., None] * tried).sum(1)  # [B, γ]
     kept = m.masked_fill(~(tried & inside), 0.0)
-    return (weights[..., None] * kept).sum((0, 1)), attempts
+    return (weights[..., None] * kept).sum(1), attempts
 
 
 def start_index(first: Tensor, length: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:

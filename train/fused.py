@@ -7,59 +7,18 @@ sweep over the tokens. Objectives on accepted length weigh a token by what happe
 neighbours, so a first sweep gathers a few numbers a token and a second one forms the gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from . import accepted_length as al
+from .chunks import Block, Gradients, Head, Unrolled, blocks, wanted
 from .losses import overlap
-
-CHUNK_BYTES = 48 << 20
-"""Size of one [tokens, V] block; about eight of them are alive at a time."""
-_FEWEST_ROWS = 16
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`f(log_p [n, V_d], logits [n, V_d], column [n]) -> [n]`; column is the sampled token's or -1."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """How head inputs become draft logits: `finish(hidden · weightᵀ + bias)`.
-
-    weight: `[V_d, h]`; bias: `[V_d]` or None; finish: what a family and the serving law do to a
-    head's output, row by row.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    finish: Callable[[Tensor], Tensor]
-
-    def raw(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
-
-    def logits(self, raw: Tensor) -> Tensor:
-        """float32 logits (float64 stays) of the head's output."""
-        return self.finish(raw if raw.dtype == torch.float64 else raw.float())
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """A batch with R reply tokens as K unrolled steps see it.
-
-    hidden: K x `[N_k, h]` head inputs; token: K x `[N_k]` the reply token each predicts, ascending,
-    step k's among step 0's; log_p: token indices `[n]` -> the target's log-probabilities `[n, V_d]`
-    on the draft vocabulary; column: `[R]` where each reply token stands there, or -1.
-    """
-
-    hidden: Sequence[Tensor]
-    token: Sequence[Tensor]
-    log_p: Callable[[Tensor], Tensor]
-    column: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,96 +26,16 @@ class Measured:
     """What a sweep found out, without gradient.
 
     overlap: K x `[N_k]` Σ min(p, q); mass: `[N_0]` P(V_d); log_ratio, log_q: `[K, R]` of the
-    sampled tokens at each step, -inf outside of the draft vocabulary, 0 where a step scores none.
+    sampled tokens at each step, -inf outside of the draft vocabulary, 0 where a step scores none;
+    excluded: `[R]` sampled tokens to which p, as rebuilt here, gives no probability: rounding does
+    that at ties (of the argmax, or where a law truncates), and their p is taken as 1.
     """
 
     overlap: list[Tensor]
     mass: Tensor
     log_ratio: Tensor
     log_q: Tensor
-
-
-@dataclass(frozen=True)
-class _Block:
-    step: int
-    rows: slice
-    token: Tensor
-    raw: Tensor
-    log_p: Tensor
-
-
-def _blocks(x: Unrolled, head: Head, with_p: bool = True) -> Iterator[_Block]:
-    """Runs of tokens, and within each run every step's rows with their head outputs."""
-    width = head.weight.shape[0]
-    size = max(_FEWEST_ROWS, CHUNK_BYTES // (4 * width))
-    every = x.token[0]
-    starts = every[::size].contiguous()
-    bounds = [[*torch.searchsorted(t, starts).tolist(), len(t)] for t in x.token]
-    for number in range(len(starts)):
-        low = number * size
-        tokens = every[low : low + size]
-        log_p = x.log_p(tokens) if with_p else head.weight.new_empty(0)
-        for step, edges in enumerate(bounds):
-            rows = slice(edges[number], edges[number + 1])
-            token = x.token[step][rows]
-            if len(token) == 0:
-                continue
-            raw = head.raw(x.hidden[step][rows])  # [n, V_d]
-            own = log_p
-            if with_p and len(token) != len(tokens):
-                own = log_p[torch.searchsorted(tokens, token)]
-            yield _Block(step, rows, token, raw, own)
-
-
-class _Gradients:
-    """Gradients of head inputs and head, summed up over blocks."""
-
-    def __init__(self, x: Unrolled, head: Head):
-        self._x, self._head = x, head
-        self.hidden = [torch.zeros_like(h) for h in x.hidden]
-        trained = head.weight.requires_grad
-        dtype = head.weight.dtype
-        self.weight = torch.zeros_like(head.weight) if trained else None
-        trained = head.bias is not None and head.bias.requires_grad
-        self.bias = head.weight.new_zeros(head.weight.shape[0], dtype=dtype) if trained else None
-
-    def add(self, block: _Block, raw: Tensor) -> None:
-        """Take in the gradient `[n, V_d]` of a block's head outputs."""
-        hidden = self._x.hidden[block.step][block.rows]
-        own = self.hidden[block.step]
-        own[block.rows] = (raw @ self._head.weight.to(raw.dtype)).to(own.dtype)
-        if self.weight is not None and raw.dtype == self.weight.dtype == hidden.dtype:
-            self.weight.addmm_(raw.t(), hidden)
-        elif self.weight is not None:
-            self.weight += raw.t() @ hidden.to(raw.dtype)
-        if self.bias is not None:
-            self.bias += raw.sum(0)
-
-    def carry(self, value: Tensor) -> Tensor:
-        """`value` with these gradients."""
-        inputs = [self._head.weight, self._head.bias, *self._x.hidden]
-        grads = [self.weight, self.bias, *self.hidden]
-        return _Carry.apply(value, grads, *inputs)
-
-
-class _Carry(torch.autograd.Function):
-    """A scalar whose gradients are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*grads)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> Any:
-        grads = (None if g is None else g * outer.to(g.dtype) for g in ctx.saved_tensors)
-        return (None, None, *grads)
-
-
-def _wanted(x: Unrolled, head: Head) -> bool:
-    inputs = (head.weight, head.bias, *x.hidden)
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    excluded: Tensor
 
 
 class _Sweep:
@@ -171,8 +50,9 @@ class _Sweep:
         shape = (len(x.token), len(x.column))
         self.log_ratio = torch.zeros(shape, dtype=torch.float64, device=device)
         self.log_q = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._excluded = torch.zeros(shape[1], dtype=torch.bool, device=device)
 
-    def add(self, block: _Block, logits: Tensor) -> None:
+    def add(self, block: Block, logits: Tensor) -> None:
         self._overlap[block.step][block.rows] = overlap(block.log_p, logits)
         if block.step == 0:
             self._mass[block.rows] = block.log_p.exp().sum(-1).to(self._mass.dtype)
@@ -181,18 +61,21 @@ class _Sweep:
         said = logits.gather(1, at)[:, 0].double() - logits.logsumexp(-1).double()
         said = said.masked_fill(column < 0, -torch.inf)  # [n]
         log_p = block.log_p.gather(1, at)[:, 0].double().masked_fill(column < 0, 0.0)
+        excluded = log_p == -torch.inf
+        log_p = log_p.masked_fill(excluded, 0.0)
+        self._excluded[block.token] = excluded
         self.log_q[block.step, block.token] = said
         self.log_ratio[block.step, block.token] = said - log_p
 
     def result(self) -> Measured:
-        return Measured(self._overlap, self._mass, self.log_ratio, self.log_q)
+        return Measured(self._overlap, self._mass, self.log_ratio, self.log_q, self._excluded)
 
 
 @torch.no_grad()
 def measure(x: Unrolled, head: Head) -> Measured:
     """Overlap, captured mass and ratios on the sampled tokens, no loss."""
     sweep = _Sweep(x)
-    for block in _blocks(x, head):
+    for block in blocks(x, head):
         sweep.add(block, head.logits(block.raw))
     return sweep.result()
 
@@ -204,11 +87,11 @@ def weighted_loss(
 
     A weight of 0 drops a token even if its loss is not finite.
     """
-    grads = _Gradients(x, head) if _wanted(x, head) else None
+    grads = Gradients(x, head) if wanted(x, head) else None
     sweep = _Sweep(x)
     total = torch.zeros((), dtype=torch.float64, device=x.column.device)
     with torch.no_grad():
-        for block in _blocks(x, head):
+        for block in blocks(x, head):
             own = weight[block.step][block.rows]
             with torch.set_grad_enabled(grads is not None):
                 raw = block.raw.requires_grad_(grads is not None)
@@ -270,7 +153,7 @@ def rounds_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Measur
         if count.requires_grad:  # replies of one further token take one round, whatever q is
             (slope,) = torch.autograd.grad(count.sum(), ratio)
     value = count.detach().sum().to(measured.mass.dtype)
-    if not _wanted(x, head):
+    if not wanted(x, head):
         return value, measured
     return _second_sweep(x, head, rounds, slope, None, None).carry(value), measured
 
@@ -299,7 +182,7 @@ def accepted_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Meas
             (slope,) = torch.autograd.grad(before, ratio, -total)
             reach = before.detach() * inside
     value = -al.accepted_length(reach * total, inside).to(measured.mass.dtype)
-    if not _wanted(x, head):
+    if not wanted(x, head):
         return value, measured
     outer_last = al.to_tokens(-reach, index, inside, len(x.column))  # [γ, R]
     return _second_sweep(x, head, rounds, slope, outer_last, scales).carry(value), measured
@@ -315,7 +198,7 @@ def _last_factors(
     """
     sweep = _Sweep(x)
     total, from_p, from_q = sweep.log_q.new_zeros(3, rounds.gamma, len(x.column))
-    for block in _blocks(x, head):
+    for block in blocks(x, head):
         logits = head.logits(block.raw)
         sweep.add(block, logits)
         if not rounds.block:
@@ -354,11 +237,11 @@ def _second_sweep(
     slope: Tensor,
     reach: Tensor | None,
     scales: Sequence[Tensor] | None,
-) -> _Gradients:
+) -> Gradients:
     """Gradients from d/dlog q(x) = `slope` [B, N, γ] and d/d(last factor) = `reach` [γ, R]."""
     by_token = al.to_tokens(slope, rounds.index, rounds.inside, len(x.column))  # [γ, R]
-    grads = _Gradients(x, head)
-    for block in _blocks(x, head, with_p=reach is not None):
+    grads = Gradients(x, head)
+    for block in blocks(x, head, with_p=reach is not None):
         positions = rounds.positions(block.step)
         if not positions:
             continue

@@ -23,16 +23,15 @@ from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe, TrainSection
 from ..data.files import write_json
-from ..data.records import Record
 from ..data.store import RecordStore, settings_hash
 from ..data.target import Target
 from ..drafters.base import Drafter, TrainBatch
-from ..drafters.batch import collate, records_with_states
 from ..drafters.checkpoint import save_drafter
 from ..drafters.distribution import DraftVocabularyP
-from ..drafters.registry import family_config, new_drafter, resolved_taps
-from .batches import Plan, batches_per_epoch, endless, make_plan
+from ..drafters.registry import family_config, new_drafter
+from .batches import batches_per_epoch, endless
 from .checkpoints import damaged_checkpoints, load_newest, save_checkpoint
+from .corpus import Data, load_data
 from .metrics import Meter, MetricsLog, training_progress
 from .objective import Objective, bind_objective, switch_step
 from .optimizer import learning_rate, parameter_groups
@@ -41,26 +40,6 @@ from .validate import TAU, held_out_figures
 
 _SETTINGS = "settings.json"
 _BEST = "best"
-
-
-@dataclass(frozen=True)
-class Data:
-    """Training and held-out records with states, the domains' order, the batch plans.
-
-    plan: of all training records; law_plan: of those sampled under the objective's law, which is
-    what an objective on accepted length is valid on (None if it is not trained); limit: the
-    collection's max_new_tokens.
-    """
-
-    training: Sequence[Record]
-    held_out: Sequence[Record]
-    domains: tuple[str, ...]
-    plan: Plan
-    law_plan: Plan | None
-    limit: int
-
-    def load(self, indices: Sequence[int]) -> TrainBatch:
-        return collate([self.training[i] for i in indices], self.domains)
 
 
 def train(
@@ -84,6 +63,11 @@ def train(
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     drafter = new_drafter(config, target, data.training)
     run = _Run(recipe, objective, accelerator, target, drafter, data, folder, console)
+    if data.lawful is not None:
+        console.print(
+            f"{data.lawful} of {len(data.training)} replies were sampled under "
+            f"{objective.law.label}, as part of this objective needs"
+        )
     if accelerator.is_main_process:
         write_json(folder / _SETTINGS, settings)
     with _stop_signal() as stop:
@@ -135,33 +119,6 @@ def _accelerator(section: TrainSection, target: Target) -> Accelerator:
         precision = "bf16" if not on_cpu and torch.cuda.is_bf16_supported() else "no"
     trackers = None if section.wandb == "off" else "wandb"
     return Accelerator(mixed_precision=precision, log_with=trackers, cpu=on_cpu)
-
-
-def load_data(recipe: Recipe, target: Target, store: RecordStore, objective: Objective) -> Data:
-    """Read the store's records and plan their batches.
-
-    Raises `UserError` if the objective needs samples of a law that no training record is of.
-    """
-    _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
-    taps = resolved_taps(config, target.num_layers)
-    records = records_with_states(store, target, taps)
-    training = [r for r in records if r.split == "train"]
-    held_out = [r for r in records if r.split == "heldout" and r.law == objective.law]
-    held_out.sort(key=lambda r: r.key)
-    domains = tuple(sorted({r.domain for r in records}))
-    size = recipe.train.tokens_per_batch
-    plan = make_plan(training, size, recipe.seed)
-    law_plan = None
-    if objective.then is not None:
-        valid = [r.law == objective.law for r in training]
-        if not any(valid):
-            raise UserError(
-                f"objective.then {objective.then} is only valid on replies sampled under "
-                f"{objective.law.label}, and {store.folder} has none to train on; add "
-                f"{objective.law.temperature:g} to collect.temperatures and collect again"
-            )
-        law_plan = make_plan(training, size, recipe.seed, valid)
-    return Data(training, held_out, domains, plan, law_plan, int(store.settings["max_new_tokens"]))
 
 
 class _Run:
@@ -233,12 +190,11 @@ class _Run:
         with training_progress(self.console, self.steps, at.step) as show:
             while at.step < self.steps and not self._out_of_patience(at):
                 if at.switched is None and at.step >= latest:
-                    at.switched = at.step
+                    at.switch()
                     batches = self._batches(at)
                 window = list(islice(batches, section.accumulation))
                 norm = self._optimise(window, meter, at.switched is not None)
                 at.step += 1
-                at.tokens += sum(b.supervised for b in window)
                 if at.step % section.log_every == 0 or at.step == self.steps:
                     rate = float(self.schedule.get_last_lr()[0])
                     line = meter.read(self.accelerator, norm, rate)
@@ -276,7 +232,7 @@ class _Run:
         enough = self.recipe.objective.switch_overlap
         early = self.objective.then is not None and at.switched is None and enough is not None
         if early and enough is not None and figures["overlap_step_1"] >= enough:
-            at.switched = at.step
+            at.switch()
             return True
         return False
 
@@ -284,8 +240,8 @@ class _Run:
         """Batches from here on: of all records, or since the switch of those that are valid."""
         accelerator, plan = self.accelerator, self.data.plan
         begin = at.step * self.recipe.train.accumulation
-        if at.switched is not None and self.data.law_plan is not None:
-            plan = self.data.law_plan
+        if at.switched is not None:
+            plan = self.data.second
             begin = (at.step - at.switched) * self.recipe.train.accumulation
         return endless(
             plan, begin, self.data.load, accelerator.process_index, accelerator.num_processes
@@ -346,11 +302,14 @@ class _Progress:
     """
 
     step: int = 0
-    tokens: int = 0
     switched: int | None = None
     best: float | None = None
     worse: int = 0
     meter: dict[str, Any] = field(default_factory=dict)
+
+    def switch(self) -> None:
+        """The second objective takes over here, with patience of its own."""
+        self.switched, self.worse = self.step, 0
 
 
 def _start_tracker(accelerator: Accelerator, recipe: Recipe, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from torch import Tensor
 
@@ -13,6 +12,10 @@ from ..data.collect import law_of
 from ..data.warp import Law
 from .fused import TokenLoss
 from .losses import ce, objective
+from .score import Drafting
+
+ON_LENGTH = ("accepted_length", "rounds")
+"""Second objectives that weigh a token by what happens to its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,18 @@ class Objective:
     """A recipe's objective, bound to how the drafter will be served.
 
     law: p's serving law, which also warps q, by temperature alone: a hard cut of q would take the
-    gradient from the tokens it excludes. num_draft_tokens, verifier, drafting: as served.
+    gradient from the tokens it excludes. token: the first loss; then: what takes over, a token loss
+    or one of `ON_LENGTH`; needs_samples: whether the first loss, like all that take over, is only
+    valid on replies sampled under the law. num_draft_tokens, verifier, drafting: as served.
     """
 
     law: Law
     token: TokenLoss
-    then: Literal["accepted_length", "rounds"] | None
+    then: TokenLoss | str | None
+    needs_samples: bool
     num_draft_tokens: int
     verifier: str
-    drafting: str
+    drafting: Drafting
 
     def warp_draft(self, logits: Tensor) -> Tensor:
         """Draft logits under the law's temperature (1 for a greedy target)."""
@@ -40,21 +46,40 @@ def bind_objective(section: ObjectiveSection, serving: ServingSection) -> Object
     law = training_law(serving)
     mix = section.loss if isinstance(section.loss, dict) else {section.loss: 1.0}
     losses = [(weight, _bound(name, section)) for name, weight in mix.items()]
-    cut = law.temperature == 0 or law.top_k or law.top_p < 1
-    if cut and "rkl" in mix:
-        raise UserError(
-            f"objective.loss rkl is infinite under {law.label}, which gives most tokens "
-            "probability 0; take another, such as nla or jsd"
-        )
-    if section.then is not None and (law.temperature == 0 or serving.drafting == "greedy"):
+    then: TokenLoss | str | None = section.then
+    if section.then is not None and section.then not in ON_LENGTH:
+        then = _bound(section.then, section)
+    names = {*mix, section.then} - {None}
+    _check_law(names, section, law)
+    greedy = law.temperature == 0 or serving.drafting == "greedy"
+    if greedy and names & set(ON_LENGTH):
         raise UserError(
             f"objective.then {section.then} has no gradient when drafts are greedy; train on "
             "greedy_mass or ce alone"
         )
+    if serving.drafting == "greedy" and not names & set(_FOR_GREEDY):
+        raise UserError(
+            "serving.drafting greedy is accepted with p(argmax q), which objective.loss "
+            f"{section.loss} does not train; take {' or '.join(_FOR_GREEDY)}"
+        )
     return Objective(
-        law, partial(_mixed, losses), section.then,
+        law, partial(_mixed, losses), then, "ce" in mix,
         serving.num_draft_tokens, serving.verifier, serving.drafting,
     )  # fmt: skip
+
+
+_FOR_GREEDY = ("greedy_mass", "ce")
+
+
+def _check_law(names: set[str | None], section: ObjectiveSection, law: Law) -> None:
+    """Refuse what is infinite, with gradient 0, where the law cuts p to 0."""
+    cut = law.temperature == 0 or law.top_k or law.top_p < 1
+    reverse = "rkl" in names or ("jsd" in names and section.beta == 1)
+    if cut and reverse:
+        raise UserError(
+            f"objective.loss rkl (jsd with beta 1) is infinite under {law.label}, which gives most "
+            "tokens probability 0; take another, such as nla or jsd"
+        )
 
 
 def training_law(serving: ServingSection) -> Law:

@@ -5,6 +5,7 @@ Valid on samples of exactly the law in question: callers pass records of one law
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from ..drafters.base import Drafter, TrainBatch
 from ..drafters.batch import collate
 from ..drafters.distribution import DraftVocabularyP, reply_columns
 from . import accepted_length as al
-from .fused import Head, Unrolled, measure
+from .chunks import Head, Unrolled
+from .fused import measure
 
 _ROWS = 8
 
+Drafting = Literal["sampled", "greedy"]
 
-def draft_law(law: Law, drafting: str) -> Law:
+
+def draft_law(law: Law, drafting: Drafting) -> Law:
     """The law that drafts are drawn from: the served one, or the greedy one."""
     return Law(0.0) if drafting == "greedy" else law
 
@@ -39,17 +43,16 @@ def unrolled(
     """
     weight, bias = drafter.head_rows()
     width = p.target.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
-    head = Head(
-        weight[:width],
-        None if bias is None else bias[:width],
-        lambda raw: warp(drafter.finish_logits(raw)),
-    )
+    if len(weight) > width:
+        weight, bias = weight[:width], None if bias is None else bias[:width]
+    head = Head(weight, bias, lambda raw: warp(drafter.finish_logits(raw)))
     found = drafter.unroll(batch, steps)
     x = Unrolled(
         [drafter.head_inputs(step.hidden) for step in found],
         [step.token for step in found],
         lambda at: p(batch.hidden[at], batch.log_z[at]),
         reply_columns(batch, drafter.draft_ids, width),
+        p.width,
     )
     return x, head
 
@@ -59,14 +62,17 @@ class Conversation:
     """What one record says about the drafter, N = reply tokens after the first.
 
     overlap: K x (sum over the tokens step k scores of Σ min(p, q), their number); mass: sum of
-    P(V_d) over the N tokens; log_ratio: `[N, γ]` log q/p of the sampled tokens by start and
-    position, 0 beyond the end; limit: tokens that decoding was allowed after the first.
+    P(V_d) over the N tokens; uncaptured: tokens with P(V_d) = 0; excluded: sampled tokens that p as
+    rebuilt gives no probability (ties); log_ratio: `[N, γ]` log q/p of the sampled tokens by start
+    and position, 0 beyond the end; limit: tokens that decoding was allowed after the first.
     """
 
     domain: str
     tokens: int
     overlap: tuple[tuple[float, int], ...]
     mass: float
+    uncaptured: int
+    excluded: int
     log_ratio: Tensor
     limit: int
 
@@ -79,7 +85,7 @@ def score(
     law: Law,
     steps: int,
     limit: int,
-    drafting: str = "sampled",
+    drafting: Drafting = "sampled",
 ) -> list[Conversation]:
     """Scores of `records`, all sampled under `law`, for drafts of up to `steps` tokens.
 
@@ -93,48 +99,60 @@ def score(
         part = longer[start : start + _ROWS]
         batch = collate(part, sorted({r.domain for r in part})).to(target.device)
         x, head = unrolled(drafter, p, batch, steps, lambda logits: log_probs(logits, q_law))
-        for record, scored in zip(part, _split(x, head, batch, drafter, steps), strict=True):
-            overlap, mass, ratio = scored
-            found[record.key] = Conversation(
-                record.domain, len(ratio), overlap, mass, ratio, limit - 1
-            )
+        for record, conversation in zip(
+            part, _split(x, head, batch, part, drafter.one_pass, steps, limit - 1), strict=True
+        ):
+            found[record.key] = conversation
     return [found[r.key] for r in records if r.key in found]
 
 
 def _split(
-    x: Unrolled, head: Head, batch: TrainBatch, drafter: Drafter, steps: int
-) -> list[tuple[tuple[tuple[float, int], ...], float, Tensor]]:
-    """Per row: (overlap sums and counts by step, captured mass, log ratios `[N, γ]`)."""
+    x: Unrolled,
+    head: Head,
+    batch: TrainBatch,
+    records: Sequence[Record],
+    one_pass: bool,
+    steps: int,
+    limit: int,
+) -> list[Conversation]:
+    """A batch's figures, row by row."""
     measured = measure(x, head)
     length = batch.reply_lens - 1
     index, inside = al.start_index(batch.first, length, steps)
     by_position = measured.log_ratio
-    if drafter.one_pass:
+    if one_pass:
         by_position = by_position[:1].expand(steps, -1)
     ratio = al.from_tokens(by_position, index, inside).cpu()  # [B, N, γ]
-    row = torch.searchsorted(batch.first, torch.arange(len(x.column)), right=True) - 1  # [R]
-    rows = len(length)
-    sums = [
-        torch.zeros(rows, dtype=torch.float64).index_add_(0, row[t.cpu()], o.double().cpu())
-        for t, o in zip(x.token, measured.overlap, strict=True)
-    ]
-    counts = [torch.bincount(row[t.cpu()], minlength=rows) for t in x.token]
-    mass = torch.zeros(rows, dtype=torch.float64)
-    mass.index_add_(0, row[x.token[0].cpu()], measured.mass.double().cpu())
+    rows = len(records)
+    row = torch.arange(rows).repeat_interleave(batch.reply_lens.cpu())  # [R]
+
+    def sums(values: Tensor, token: Tensor) -> list[float]:
+        total = torch.zeros(rows, dtype=torch.float64)
+        return total.index_add_(0, row[token.cpu()], values.double().cpu()).tolist()
+
+    overlap = [sums(o, t) for t, o in zip(x.token, measured.overlap, strict=True)]
+    counts = [sums(torch.ones(len(t)), t) for t in x.token]
+    mass, none = (sums(m, x.token[0]) for m in (measured.mass, measured.mass == 0))
+    excluded = sums(measured.excluded, torch.arange(len(row)))
     return [
-        (
-            tuple((float(s[b]), int(n[b])) for s, n in zip(sums, counts, strict=True)),
-            float(mass[b]),
-            ratio[b, : int(length[b])].clone(),
+        Conversation(
+            domain=record.domain,
+            tokens=int(length[b]),
+            overlap=tuple((o[b], int(n[b])) for o, n in zip(overlap, counts, strict=True)),
+            mass=mass[b],
+            uncaptured=int(none[b]),
+            excluded=int(excluded[b]),
+            log_ratio=ratio[b, : int(length[b])].clone(),
+            limit=limit,
         )
-        for b in range(rows)
+        for b, record in enumerate(records)
     ]
 
 
 @dataclass(frozen=True)
 class Expected:
     """Decoding's expected course: rounds `[B]` of each conversation, its tokens `[B]`, and by
-    draft position the rounds that draft it and those that accept it, `[γ]` each."""
+    draft position the rounds that draft it and those that accept it, `[B, γ]` each."""
 
     tokens: Tensor
     rounds: Tensor
@@ -144,7 +162,7 @@ class Expected:
     @property
     def survival(self) -> tuple[float, ...]:
         """S_k, the share of the rounds drafting position k that accept it."""
-        return tuple((self.accepted / self.attempts.clamp_min(1e-12)).tolist())
+        return tuple((self.accepted.sum(0) / self.attempts.sum(0).clamp_min(1e-12)).tolist())
 
     @property
     def tokens_per_round(self) -> float:

@@ -9,16 +9,8 @@ from ..configs.recipe import ObjectiveSection
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.distribution import DraftVocabularyP
 from . import accepted_length as al
-from .fused import (
-    Head,
-    Measured,
-    Rounds,
-    Unrolled,
-    accepted_loss,
-    measure,
-    rounds_loss,
-    weighted_loss,
-)
+from .chunks import Head, Unrolled
+from .fused import Measured, Rounds, accepted_loss, measure, rounds_loss, weighted_loss
 from .objective import Objective
 from .score import unrolled
 
@@ -57,21 +49,23 @@ class Scorer(nn.Module):
         self._section, self._objective, self._p = section, objective, p
 
     def forward(
-        self, batch: TrainBatch, steps: int, totals: Tensor, sequence: bool = False
+        self, batch: TrainBatch, steps: int, totals: Tensor, second: bool = False
     ) -> Scored:
-        """The loss of `steps` unrolled steps; `sequence` takes the recipe's second objective.
+        """The loss of `steps` unrolled steps; `second` takes the objective that takes over.
 
         `totals` `[steps]` counts the tokens each step scores in the *global* batch, so that the
         losses of its parts add up to the whole's.
         """
         x, head = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
-        if sequence:
+        objective = self._objective.then if second else self._objective.token
+        if isinstance(objective, str):
             rounds = rounds_of(batch, self._objective, self.drafter.one_pass)
-            function = rounds_loss if self._objective.then == "rounds" else accepted_loss
+            function = {"rounds": rounds_loss, "accepted_length": accepted_loss}[objective]
             total, measured = function(x, head, rounds)
             return Scored(total / totals[0].clamp_min(1), measured, list(x.token))
+        assert objective is not None
         weight = self._weights(batch, x, head, totals)
-        loss, measured = weighted_loss(x, head, self._objective.token, weight)
+        loss, measured = weighted_loss(x, head, objective, weight)
         return Scored(loss, measured, list(x.token))
 
     def _weights(self, batch: TrainBatch, x: Unrolled, head: Head, totals: Tensor) -> list[Tensor]:

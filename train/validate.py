@@ -32,8 +32,8 @@ def held_out_figures(
         return {}
     values = {}
     for k in range(len(found[0].overlap)):
-        if pooled := _overlap(found, k):
-            values[f"overlap_step_{k + 1}"] = pooled
+        if any(c.overlap[k][1] for c in found):
+            values[f"overlap_step_{k + 1}"] = _overlap(found, k)
     values |= _figures(found, objective, "")
     for domain in sorted({c.domain for c in found}):
         own = [c for c in found if c.domain == domain]

@@ -59,23 +59,36 @@ def test_mass_is_what_the_target_would_say(tiny_target: Target) -> None:
     with torch.no_grad():
         logits = tiny_target.model.lm_head(hidden).double()
     expected = torch.zeros(2, 400).double()
-    expected[1] = logits.softmax(-1).sum(0)
-    expected[0, 9] = 2  # without states the words themselves count
+    expected[1] = logits.softmax(-1)[[1, 2, 4]].sum(0)  # a reply's first token is never drafted
+    expected[0, 9] = 1  # without states the words themselves count
     mass = captured_mass(tiny_target, records)
     assert mass.shape == (2, 400), "a row a domain, by name"
     assert mass.dtype == torch.float64
     assert torch.allclose(mass, expected, atol=1e-5)
-    assert float(mass.sum()) == pytest.approx(7, abs=1e-4)
+    assert float(mass.sum()) == pytest.approx(4, abs=1e-4)
 
 
 def test_parts_and_strides(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [record(list(range(10, 30)), torch.randn(20, 32)) for _ in range(2)]
+    records = [record(list(range(10, 31)), torch.randn(21, 32)) for _ in range(2)]
     whole = captured_mass(tiny_target, records)
     monkeypatch.setattr(vocab, "_ROWS", 3)
     assert torch.allclose(captured_mass(tiny_target, records), whole)
     monkeypatch.setattr(vocab, "_POSITIONS", 10)  # every fourth of forty
     thinned = captured_mass(tiny_target, records)
     assert float(thinned.sum()) == pytest.approx(10, abs=1e-4)
+
+
+def test_the_stride_runs_on_over_records(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short replies and a long stride: not always the same place of a reply."""
+    hidden = torch.zeros(12, 4, 32)
+    hidden[:, 1], hidden[:, 2], hidden[:, 3] = torch.randn(3, 32).unbind()
+    records = [record([9, 9, 9, 9], h) for h in hidden]
+    monkeypatch.setattr(vocab, "_POSITIONS", 9)  # every fourth of 36
+    with torch.no_grad():
+        each = tiny_target.model.lm_head(hidden[0, 1:]).double().softmax(-1)
+    assert torch.allclose(captured_mass(tiny_target, records), 3 * each.sum(0)[None], atol=1e-5)
 
 
 def test_end_tokens_are_special(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

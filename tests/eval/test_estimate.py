@@ -61,7 +61,7 @@ def test_greedy_rounds_are_known_exactly(
             rounds = expected_rounds(conversation, gamma)
             assert rounds == pytest.approx(len(outputs[i].rounds))
         found = estimate(scored, gamma, "token", 10)
-        assert found.survival == pytest.approx(survivals(outputs, gamma))
+        assert [s.value for s in found.survival] == pytest.approx(survivals(outputs, gamma))
         assert estimate(scored, gamma, "block", 10) == found, "one-hot drafts"
     drafted = sum(len(o.rounds) for o in outputs)
     assert kind == "self" or drafted > 20
@@ -112,7 +112,9 @@ def test_sampled_rounds_are_known_in_the_mean(
 
     found = estimate(scored, gamma, verifier, 10)
     assert found.tokens_per_round.value == pytest.approx(value)
-    for k, (one, two) in enumerate(zip(found.survival, survivals(outputs, gamma), strict=True)):
+    estimated_survival = [s.value for s in found.survival]
+    pairs = zip(estimated_survival, survivals(outputs, gamma), strict=True)
+    for k, (one, two) in enumerate(pairs):
         attempts = sum(d > k for o in outputs for d, _ in o.rounds)
         # Rounds of a conversation are not independent: twice the binomial error is generous.
         assert abs(one - two) < 4 * 2 * (two * (1 - two) / attempts) ** 0.5

@@ -126,7 +126,41 @@ def test_every_domain_and_law_is_a_cell(report: dict[str, Any], world: World) ->
     for line in report["sweep"]:
         assert line["num_draft_tokens"] == [1, 2, 3]
         assert len(line["predicted"]) == 3
+        assert 1.0 <= line["tokens_per_round_estimated"][0] <= 2.0
         assert [point["num_draft_tokens"] for point in line["measured"]] == [1, 2]
+
+
+def test_a_cell_without_anything_to_draft_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies of one token come whole from prefill: no row can say anything about them."""
+    whole = RecordStore.records
+
+    def cut(self: RecordStore, split: str | None = None) -> Any:
+        for record in whole(self, split):
+            short = record.domain == "chat" and record.law.temperature == 0
+            yield replace(record, ids=record.ids[: record.prompt_len + 1]) if short else record
+
+    monkeypatch.setattr(RecordStore, "records", cut)
+    report = world.evaluate(tmp_path, timing_prompts=0)
+    count = len(held_out(world, "chat", "T=0"))
+    assert (
+        f"chat T=0 is left out: none of its {count} replies has a second token" in report["alarms"]
+    )
+    assert ("chat", "T=0") not in [(c["domain"], c["law"]) for c in report["cells"]]
+
+
+def test_every_way_of_serving_has_its_expected_length(report: dict[str, Any]) -> None:
+    for cell in report["cells"]:
+        ways = {k: v["value"] for k, v in cell["tokens_per_round_by_serving"].items()}
+        if cell["law"] == "T=0":
+            assert ways == {}, "all are the same"
+            continue
+        assert ways["sampled, token"] == cell["tokens_per_round_estimated"]["value"]
+        assert ways["sampled, block"] >= ways["sampled, token"] - 1e-9, "block accepts no less"
+        assert set(ways) == {"sampled, token", "sampled, block", "greedy"}
+        assert 1.0 <= ways["greedy"] <= GAMMA + 1
+        assert cell["excluded_samples"] == 0
 
 
 def test_counts_are_sums_over_the_outputs(world: World, tmp_path: Path) -> None:
@@ -174,7 +208,7 @@ def test_greedy_estimates_are_the_decoded_figures(report: dict[str, Any]) -> Non
             estimated = cell["tokens_per_round_estimated"]
             assert estimated == pytest.approx(cell["tokens_per_round"])
             survival = [p["survival"] for p in cell["acceptance_by_position"]]
-            assert cell["survival_estimated"] == pytest.approx(survival)
+            assert [s["value"] for s in cell["survival_estimated"]] == pytest.approx(survival)
 
 
 def test_the_outputs_are_equal_and_nothing_rings(
@@ -212,7 +246,7 @@ def test_costs_are_told_by_law(report: dict[str, Any]) -> None:
     assert cost["rows"] == [1, 2, 3, 4] and cost["v"][0] == 1.0
     for cell in report["cells"]:
         speed, known = cell["speed"], cost["by_law"][cell["law"]]
-        total = 1 + sum(cell["survival_estimated"])
+        total = 1 + sum(s["value"] for s in cell["survival_estimated"])
         spent = known["c_first"] + known["c"] + cost["v"][2] + known["o"]
         assert speed["predicted"] == pytest.approx(total * (1 + known["o_plain"]) / spent)
         assert speed["prompts"] == 2

@@ -87,7 +87,8 @@ def test_rows_hold_the_numbers(report: dict[str, Any]) -> None:
         point = line["measured"][0]
         shown = f"{point['value']:.2f} [{point['low']:.2f}–{point['high']:.2f}]"
         predicted = f"{line['predicted'][1]:.2f}"
-        assert [line["domain"], line["law"], "2", predicted, shown] in rows
+        tau = f"{line['tokens_per_round_estimated'][1]:.2f}"
+        assert [line["domain"], line["law"], "2", tau, predicted, shown] in rows
     for row in (
         ["c_first, T=0", "0.108"],
         ["o_plain, T=1", "0.021"],

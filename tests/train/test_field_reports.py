@@ -74,7 +74,7 @@ def test_b046_supervised_are_exactly_the_predictions_of_drafted_tokens(
     drafter.unroll = watched  # type: ignore[method-assign]
     scorer = scorer_of(drafter, tiny_target, steps, **objective)
     totals = scored_tokens(batch, steps).float()
-    scored = scorer(batch, steps, totals, sequence="then" in objective)
+    scored = scorer(batch, steps, totals, second="then" in objective)
     scored.loss.backward()
     for k, (hidden, token) in enumerate(zip(seen, scored.token, strict=True)):
         wanted = [
@@ -113,7 +113,7 @@ def test_b056_rows_without_a_draftable_token_add_nothing(
     for objective in ({}, {"then": "rounds"}, {"then": "accepted_length"}):
         scorer = scorer_of(drafter, tiny_target, 3, **objective)  # type: ignore[arg-type]
         totals = scored_tokens(collate(full, DOMAINS), 3).float()
-        options = {"sequence": "then" in objective}
+        options = {"second": "then" in objective}
         alone = scorer(collate(full, DOMAINS), 3, totals, **options).loss
         mixed = scorer(collate([bare[0], *full], DOMAINS), 3, totals, **options).loss
         assert mixed.item() == pytest.approx(alone.item(), rel=1e-6)

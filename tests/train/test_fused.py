@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.train import accepted_length as al
-from draftsmith.train import fused, losses
-from draftsmith.train.fused import Head, Rounds, Unrolled
+from draftsmith.train import chunks, fused, losses
+from draftsmith.train.chunks import Head, Unrolled
+from draftsmith.train.fused import Rounds
 
 LENGTHS = (5, 0, 1, 9, 3)  # reply tokens after the first one
 WIDTH, HIDDEN, GAMMA = 22, 6, 3
@@ -20,8 +22,8 @@ OUTSIDE = 4  # the last target tokens cannot be drafted
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks even in these small batches, with borders inside of replies."""
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(fused, "_FEWEST_ROWS", 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_FEWEST_ROWS", 4)
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Case:
         return [t for t in found if t is not None and t.requires_grad]
 
     def logits(self, step: int) -> Tensor:
-        return self.head.logits(self.head.raw(self.x.hidden[step]))
+        return self.head.logits(F.linear(self.x.hidden[step], self.head.weight, self.head.bias))
 
 
 def make(one_pass: bool = False, block: bool = False, cap: bool = False, frozen: bool = False,
@@ -64,7 +66,7 @@ def make(one_pass: bool = False, block: bool = False, cap: bool = False, frozen:
     )
     index, inside = al.start_index(first, length, GAMMA)
     return Case(
-        Unrolled(hidden, token, lambda at: log_p[at], column),
+        Unrolled(hidden, token, lambda at: log_p[at], column, WIDTH),
         Head(weight, bias, finish),
         Rounds(index, inside, length, one_pass, block),
         log_p,
@@ -265,6 +267,7 @@ def test_a_batch_with_nothing_to_draft_costs_nothing() -> None:
         [none] * GAMMA,
         lambda at: torch.zeros(len(at), WIDTH),
         torch.tensor([1, 2]),
+        WIDTH,
     )
     head = Head(torch.randn(WIDTH, HIDDEN, requires_grad=True), None, lambda z: z)
     for lean in (fused.rounds_loss, fused.accepted_loss):
@@ -279,7 +282,7 @@ def test_a_batch_with_nothing_to_draft_costs_nothing() -> None:
 
 def test_no_block_of_all_tokens_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every [n, V] tensor that any operation makes stays within a chunk."""
-    monkeypatch.setattr(fused, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(chunks, "_FEWEST_ROWS", 2)
     case = make(block=True)
     largest = 0
 
@@ -331,3 +334,48 @@ def test_planted_faults_are_seen(
     monkeypatch.setattr(fused, name, wrong)
     with pytest.raises(AssertionError):
         same(case, fused.accepted_loss(case.x, case.head, case.rounds)[0], eager_accepted(case))
+
+
+def test_a_sampled_token_that_rounding_excludes_stays_finite() -> None:
+    """p is rebuilt with other kernels than sampled it: at a tie the token may have p = 0."""
+    case = make(block=True)
+    token = int(case.x.token[0][3])
+    column = int(case.x.column[token]) if case.x.column[token] >= 0 else 0
+    case.x.column[token] = column
+    case.log_p[token, column] = -torch.inf
+    for lean in (fused.rounds_loss, fused.accepted_loss):
+        value, measured = lean(case.x, case.head, case.rounds)
+        assert torch.isfinite(value)
+        assert all(torch.isfinite(g).all() for g in gradients(value, case))
+        assert torch.where(measured.excluded)[0].tolist() == [token]
+        assert measured.log_ratio[0, token] == measured.log_q[0, token], "its p counts as 1"
+
+
+def test_a_fused_objective_is_differentiated_once() -> None:
+    """Its gradients are scaled in place, so a second time would be wrong without a word."""
+    case = make()
+    value, _ = fused.rounds_loss(case.x, case.head, case.rounds)
+    (3.0 * value).backward(retain_graph=True)
+    assert case.x.hidden[0].grad is not None
+    tripled = case.x.hidden[0].grad.clone()
+    (once,) = torch.autograd.grad(
+        fused.rounds_loss(case.x, case.head, case.rounds)[0], case.x.hidden[0]
+    )
+    torch.testing.assert_close(tripled, 3.0 * once)
+    with pytest.raises(RuntimeError, match="once"):
+        value.backward()
+
+
+def test_chunks_are_sized_by_the_widest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law that needs all logits forms wider rows of p than the draft vocabulary has."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 8 * WIDTH)
+    case = make()
+    for width, rows in ((WIDTH, 8), (2 * WIDTH, 4)):
+        asked: list[int] = []
+
+        def watched(at: Tensor, asked: list[int] = asked) -> Tensor:
+            asked.append(len(at))
+            return case.log_p[at]
+
+        fused.measure(replace(case.x, width=width, log_p=watched), case.head)
+        assert max(asked) == rows

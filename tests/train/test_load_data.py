@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import ObjectiveSection, Recipe
+from draftsmith.configs.recipe import LawSection, ObjectiveSection, Recipe, ServingSection
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import checkpoints
-from draftsmith.train.loop import load_data
+from draftsmith.train.corpus import load_data
 from draftsmith.train.objective import Objective, bind_objective
 
 RecipeFactory = Callable[..., Recipe]
@@ -128,3 +128,30 @@ def test_held_out_figures_are_logged_by_domain(
         assert {f"{name}/a", f"{name}/b"} <= row.keys()
     assert 1.0 < row["tokens_per_round"] <= 3.0, "γ = 2"
     assert row["overlap/a"] <= row["captured_mass/a"] <= 1.0001
+
+
+def test_held_out_figures_are_of_the_objectives_law_alone(
+    tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
+) -> None:
+    """An estimate is valid on samples of its own law; the fixture holds out T = 1 only."""
+    served = ServingSection((LawSection(0.7),))
+    recipe = replace(make_recipe(), serving=served)
+    data = load_data(recipe, tiny_target, store, bound(recipe))
+    assert data.held_out == [] and len(data.training) > 0
+    for judged in (
+        replace(recipe, train=replace(recipe.train, patience=3)),
+        replace(recipe, objective=ObjectiveSection(then="rounds", switch_overlap=0.5)),
+    ):
+        with pytest.raises(UserError, match=r"no held-out replies under T=0\.7"):
+            load_data(judged, tiny_target, store, bound(judged))
+
+
+@pytest.mark.parametrize("loss", ["ce", {"fkl": 0.5, "ce": 0.5}])
+def test_the_sampled_token_is_only_trained_on_where_it_is_a_sample_of_p(
+    loss: Any, tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
+) -> None:
+    recipe = replace(make_recipe(), objective=ObjectiveSection(loss=loss))
+    data = load_data(recipe, tiny_target, store, bound(recipe))
+    used = {data.training[i].law.temperature for batch in data.plan.epoch(0) for i in batch}
+    assert used == {1.0}
+    assert data.lawful == sum(r.law.temperature == 1.0 for r in data.training)

@@ -26,7 +26,7 @@ from draftsmith.configs.recipe import (
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import load_drafter, read_own
-from draftsmith.train import loop
+from draftsmith.train import corpus, loop
 from draftsmith.train.batches import Plan
 from draftsmith.train.checkpoints import checkpoints
 from draftsmith.train.optimizer import learning_rate
@@ -290,7 +290,7 @@ def scheduled(recipe: Recipe, **objective: Any) -> Recipe:
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[float]]]:
     """Of every optimiser step: whether the second objective ran, and the laws of its records."""
     seen: list[tuple[bool, set[float]]] = []
-    optimise, collated = loop._Run._optimise, loop.collate
+    optimise, collated = loop._Run._optimise, corpus.collate
     laws: list[float] = []
 
     def watched(self: Any, window: Any, meter: Any, switched: bool) -> float:
@@ -303,7 +303,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[float]]]:
         return collated(records, domains)
 
     monkeypatch.setattr(loop._Run, "_optimise", watched)
-    monkeypatch.setattr(loop, "collate", noted)
+    monkeypatch.setattr(corpus, "collate", noted)
     return seen
 
 

@@ -113,7 +113,7 @@ def test_a_copy_of_the_target_has_overlap_one(tiny_target: Target, rows: list[Re
     # Every draft is accepted: a reply of N further tokens takes ⌈N / (γ + 1)⌉ rounds.
     rounds = sum(-(-(len(r.reply) - 1) // (STEPS + 1)) for r in rows)
     supervised = sum(len(r.reply) - 1 for r in rows)
-    found = run(scorer, rows, sequence=True)
+    found = run(scorer, rows, second=True)
     assert found.loss.item() == pytest.approx(rounds / supervised, rel=0.01)
 
 
@@ -133,7 +133,7 @@ def test_every_objective_can_be_trained(
     objective: dict[str, Any], family: str, tiny_target: Target, rows: list[Record]
 ) -> None:
     scorer = scorer_of(family, tiny_target, **objective)
-    run(scorer, rows, sequence="then" in objective).loss.backward()
+    run(scorer, rows, second="then" in objective).loss.backward()
     gradients = [p.grad for p in scorer.drafter.trainable()]
     assert all(g is not None and torch.isfinite(g).all() for g in gradients)
     assert any(bool(g.any()) for g in gradients if g is not None)
@@ -153,7 +153,7 @@ def test_options_reach_their_objectives(tiny_target: Target, rows: list[Record])
 
     def value(**objective: Any) -> float:
         scorer = scorer_of("eagle3", tiny_target, drafter=drafter, **objective)
-        return float(run(scorer, rows).loss)
+        return run(scorer, rows).loss.item()
 
     assert value(loss="jsd", beta=0.0) == pytest.approx(value(loss="fkl"), rel=1e-5)
     assert value(loss="greedy_mass", sharpness=4.0) != pytest.approx(value(loss="greedy_mass"))
@@ -176,7 +176,7 @@ def test_padding_changes_nothing(
     then: Any, family: str, tiny_target: Target, rows: list[Record]
 ) -> None:
     scorer = scorer_of(family, tiny_target, then=then)
-    options: dict[str, Any] = {"sequence": then is not None, "totals": total_of(rows)}
+    options: dict[str, Any] = {"second": then is not None, "totals": total_of(rows)}
     alone = [run(scorer, [r], **options) for r in rows]
     # A long prompt with nothing to draft behind it pads every other row.
     states = rows[-1].states
@@ -205,7 +205,7 @@ def test_gradients_of_parts_add_up(
     objective: dict[str, Any], family: str, tiny_target: Target, rows: list[Record]
 ) -> None:
     scorer = scorer_of(family, tiny_target, **objective)
-    options: dict[str, Any] = {"sequence": "then" in objective, "totals": total_of(rows)}
+    options: dict[str, Any] = {"second": "then" in objective, "totals": total_of(rows)}
 
     def gradient(parts: list[list[Record]]) -> torch.Tensor:
         scorer.zero_grad()
@@ -258,10 +258,13 @@ def test_the_draft_is_warped_by_temperature_alone() -> None:
         (
             {"loss": "rkl"},
             {"laws": (LawSection(1.0, top_k=5),)},
-            "rkl is infinite under T=1 top_k=5",
+            "infinite under T=1 top_k=5",
         ),
+        ({"loss": "jsd", "beta": 1.0}, {"laws": (LawSection(0.7, top_p=0.5),)}, "infinite under"),
         ({"then": "rounds"}, {"laws": (LawSection(0.0),)}, "greedy_mass or ce"),
         ({"then": "accepted_length"}, {"drafting": "greedy"}, "greedy_mass or ce"),
+        ({"loss": "nla"}, {"drafting": "greedy"}, "greedy_mass or ce"),
+        ({"then": "round"}, {}, "'round'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
