@@ -40,12 +40,18 @@ class LawSection:
     """Keeps the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keeps tokens with at least this share of the most likely one's probability; 0 keeps all."""
+    typical_p: float = 1.0
+    """Keeps the most typical tokens with this probability; 1 keeps all."""
 
     def __post_init__(self) -> None:
         ok = 0 <= self.temperature < math.inf
         require(ok, "temperature", self.temperature, "0 (greedy) or more")
         require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
+        require(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .warp import Law
 
 
 def law_of(section: LawSection) -> Law:
-    return Law(section.temperature, section.top_k, section.top_p)
+    return Law(**asdict(section))
 
 
 def collect_settings(
@@ -55,7 +56,7 @@ def plan_requests(
     """
     served = list(dict.fromkeys(law_of(law) for law in recipe.serving.laws))
     training = [Law(t) for t in recipe.collect.temperatures]
-    training += [law for law in served if law.top_k or law.top_p < 1]
+    training += [law for law in served if law.truncates]
     training = list(dict.fromkeys(training))
     limit = (target.max_positions or 1 << 30) - recipe.collect.max_new_tokens
     requests, skipped = [], []

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def _flatten(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[st
                 "prompt_id": r.prompt_id,
                 "domain": r.domain,
                 "split": r.split,
-                "law": [r.law.temperature, r.law.top_k, r.law.top_p],
+                "law": list(astuple(r.law)),
                 "seed": r.seed,
                 "finish": r.finish,
                 "tokens": len(r.ids),

@@ -1,7 +1,7 @@
 """The serving law: logits -> the distribution that tokens are really drawn from.
 
 One definition for collecting, training, estimating and decoding: the warpers are those of
-`transformers.generate`, applied in its order (temperature, top-k, top-p).
+`transformers.generate`, applied in its order (temperature, top-k, top-p, min-p, typical-p).
 """
 
 import math
@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ..configs.errors import UserError
 
@@ -27,6 +33,10 @@ class Law:
     """Keep this many of the most probable tokens (more only if tied); 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens with at least this mass; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the most probable one's mass; 0 keeps all."""
+    typical_p: float = 1.0
+    """Keep the most typical tokens (information nearest the entropy) of this mass; 1 keeps all."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -35,9 +45,18 @@ class Law:
             raise UserError(f"top_k is {self.top_k}, but must be a whole number from 0 (off) up")
         if not 0.0 < self.top_p <= 1.0:
             raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise UserError(f"min_p is {self.min_p}, but must be between 0 (off) and 1")
+        if not 0.0 < self.typical_p <= 1.0:
+            raise UserError(f"typical_p is {self.typical_p}, but must be above 0, at most 1 (off)")
         if self.temperature == 0:
-            object.__setattr__(self, "top_k", 0)
-            object.__setattr__(self, "top_p", 1.0)
+            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("typical_p", 1.0)):
+                object.__setattr__(self, name, off)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are excluded, the greedy law's argmax aside."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1)
 
     @property
     def label(self) -> str:
@@ -47,6 +66,10 @@ class Law:
             parts.append(f"top_k={self.top_k}")
         if self.top_p < 1.0:
             parts.append(f"top_p={self.top_p:g}")
+        if self.min_p > 0:
+            parts.append(f"min_p={self.min_p:g}")
+        if self.typical_p < 1.0:
+            parts.append(f"typical_p={self.typical_p:g}")
         return " ".join(parts)
 
 
@@ -69,6 +92,10 @@ def log_probs(logits: Tensor, law: Law) -> Tensor:
         rows = TopKLogitsWarper(int(law.top_k))(no_ids, rows)
     if law.top_p < 1.0:
         rows = TopPLogitsWarper(float(law.top_p))(no_ids, rows)
+    if law.min_p > 0:
+        rows = MinPLogitsWarper(float(law.min_p))(no_ids, rows)
+    if law.typical_p < 1.0:
+        rows = TypicalLogitsWarper(float(law.typical_p))(no_ids, rows)
     return rows.log_softmax(-1).view(logits.shape)  # [..., V]
 
 

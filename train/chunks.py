@@ -53,6 +53,12 @@ class Unrolled:
 
 @dataclass(frozen=True)
 class Block:
+    """The rows of one unrolled step within a run of tokens.
+
+    rows: where they stand among the step's rows; token: `[n]` the reply tokens they predict; raw:
+    `[n, V_d]` the head's products, a leaf; log_p: `[n, V_d]` of the target, empty if not asked for.
+    """
+
     step: int
     rows: slice
     token: Tensor

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from . import accepted_length as al
 from .chunks import Block, Gradients, Head, Unrolled, blocks, wanted
-from .losses import overlap
+
+_MOST = 60.0  # largest log R that is told apart: e^60·q exceeds any p that float32 knows
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`f(log_p [n, V_d], logits [n, V_d], column [n]) -> [n]`; column is the sampled token's or -1."""
@@ -53,12 +54,15 @@ class _Sweep:
         self._excluded = torch.zeros(shape[1], dtype=torch.bool, device=device)
 
     def add(self, block: Block, logits: Tensor) -> None:
-        self._overlap[block.step][block.rows] = overlap(block.log_p, logits)
+        log_z = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+        p, q = block.log_p.exp(), (logits - log_z).exp()  # [n, V_d]
         if block.step == 0:
-            self._mass[block.rows] = block.log_p.exp().sum(-1).to(self._mass.dtype)
+            self._mass[block.rows] = p.sum(-1).to(self._mass.dtype)
+        # `losses.overlap` in place: NaN in q stays visible.
+        self._overlap[block.step][block.rows] = torch.where(q >= p, p, q).sum(-1)
         column = self._x.column[block.token]
         at = column.clamp_min(0)[:, None]
-        said = logits.gather(1, at)[:, 0].double() - logits.logsumexp(-1).double()
+        said = (logits.gather(1, at) - log_z)[:, 0].double()
         said = said.masked_fill(column < 0, -torch.inf)  # [n]
         log_p = block.log_p.gather(1, at)[:, 0].double().masked_fill(column < 0, 0.0)
         excluded = log_p == -torch.inf
@@ -174,8 +178,10 @@ def accepted_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Meas
             scale_p, scale_q = al.before_block(ratio)
             outer: tuple[Tensor, ...] = (-from_p, -from_q)
             (slope,) = torch.autograd.grad((scale_p, scale_q), ratio, outer)
-            scales = [al.to_tokens(s.detach(), index, inside, len(x.column)) for s in
-                      (scale_p, scale_q)]  # fmt: skip
+            scales = [
+                al.to_tokens(s.detach().clamp_max(_MOST), index, inside, len(x.column))
+                for s in (scale_p, scale_q)
+            ]
             reach = inside.to(ratio.dtype)
         else:
             before = al.before_token(ratio)
@@ -226,7 +232,7 @@ def _scales_at(log_ratio: Tensor, rounds: Rounds, token: Tensor, k: int) -> tupl
     at = (token - back).clamp_min(0)  # [k, n]
     step = torch.zeros_like(back) if rounds.one_pass else k - back
     products = log_ratio[step, at].cumsum(0)
-    return products.cummin(0).values[-1].clamp_max(0.0), products[-1]
+    return products.cummin(0).values[-1].clamp_max(0.0), products[-1].clamp_max(_MOST)
 
 
 @torch.no_grad()

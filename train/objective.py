@@ -73,7 +73,7 @@ _FOR_GREEDY = ("greedy_mass", "ce")
 
 def _check_law(names: set[str | None], section: ObjectiveSection, law: Law) -> None:
     """Refuse what is infinite, with gradient 0, where the law cuts p to 0."""
-    cut = law.temperature == 0 or law.top_k or law.top_p < 1
+    cut = law.temperature == 0 or law.truncates
     reverse = "rkl" in names or ("jsd" in names and section.beta == 1)
     if cut and reverse:
         raise UserError(

@@ -15,10 +15,14 @@ def test_labels() -> None:
     assert Law().label == "T=1"
     assert Law(0.0).label == "T=0"
     assert Law(0.7, top_k=50, top_p=0.9).label == "T=0.7 top_k=50 top_p=0.9"
+    assert Law(1.0, min_p=0.05, typical_p=0.8).label == "T=1 min_p=0.05 typical_p=0.8"
 
 
 def test_laws_that_draw_alike_are_equal() -> None:
-    assert Law(0, top_k=50, top_p=0.9) == Law(0.0)
+    assert Law(0, top_k=50, top_p=0.9, min_p=0.1, typical_p=0.5) == Law(0.0)
+    assert not Law(0.5).truncates and not Law(0, top_k=5).truncates
+    for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}):
+        assert Law(**cut).truncates and Law(**cut) != Law()  # type: ignore[arg-type]
     assert Law(1) == Law(1.0)
     assert Law(1.0, top_k=5) != Law(1.0)
 
@@ -33,6 +37,10 @@ def test_laws_that_draw_alike_are_equal() -> None:
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("typical_p", 0.0),
+        ("typical_p", math.nan),
     ],
 )
 def test_bad_laws_are_refused(name: str, value: float) -> None:
@@ -60,6 +68,10 @@ def test_truncation_by_hand() -> None:
     assert torch.allclose(top_k, torch.tensor([[0.625, 0.375, 0, 0]]))
     top_p = log_probs(logits, Law(top_p=0.9)).exp()
     assert torch.allclose(top_p, torch.tensor([[0.5, 0.3, 0.15, 0]]) / 0.95)
+    min_p = log_probs(logits, Law(min_p=0.4)).exp()
+    assert torch.allclose(min_p, torch.tensor([[0.625, 0.375, 0, 0]])), "0.2 is the least"
+    typical = log_probs(logits, Law(typical_p=0.2)).exp()
+    assert torch.allclose(typical, torch.tensor([[0, 1.0, 0, 0]])), "nearest to the entropy"
     everything = log_probs(logits, Law(top_k=100)).exp()
     assert torch.allclose(everything, logits.exp())
     # In the order of generate: temperature first, so a hot law keeps more under top-p.

@@ -218,6 +218,7 @@ def test_a_row_does_not_feel_its_neighbours(
         ("eagle3 reduced", Law(0.6, top_k=4), None, ("block", "greedy")),
         ("causal", Law(0.6, top_k=4), 5, ("block",)),
         ("eagle3", Law(1.3, top_p=0.7), 5, ()),
+        ("causal", Law(1.1, min_p=0.2, typical_p=0.8), 5, ("block",)),
     ],
     ids=lambda x: x.label if isinstance(x, Law) else str(x),
 )
