@@ -6,6 +6,7 @@ One definition for collecting, training, estimating and decoding: the warpers ar
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def log_probs(logits: Tensor, law: Law) -> Tensor:
         best = logits.argmax(-1, keepdim=True)  # [..., 1]
         return torch.full_like(logits, -math.inf).scatter(-1, best, 0.0)
     rows = logits.reshape(-1, logits.shape[-1])  # [N, V], the only shape that top-p takes
-    no_ids = rows.new_empty((rows.shape[0], 0), dtype=torch.long)
+    no_ids: Any = rows.new_empty((rows.shape[0], 0), dtype=torch.long)
     if law.temperature != 1.0:
         rows = TemperatureLogitsWarper(float(law.temperature))(no_ids, rows)
     if law.top_k:

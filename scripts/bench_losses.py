@@ -3,7 +3,7 @@
     python scripts/bench_losses.py [--tokens 2048] [--vocabulary 49152 131072]
 
 Times are interleaved in one process; peak memory is that of a child process per form, beyond what
-its inputs take. Results go to scripts/results/losses.json.
+its inputs take. Results go to scripts/results/losses-VOCABULARY.json.
 """
 
 import argparse
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[49152, 131072])
+    parser.add_argument("--objectives", nargs="+", default=[*PER_TOKEN, *ON_LENGTH])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -123,18 +124,18 @@ def main() -> None:
         form, name, frozen = args.child
         print(json.dumps(peak(args.tokens, args.vocabulary[0], form, name, frozen == "frozen")))
         return
-    rows = []
     for vocabulary in args.vocabulary:
-        for name in (*PER_TOKEN, *ON_LENGTH):
+        rows = []
+        for name in args.objectives:
             for head in ("trained", "frozen") if name in ("nla", "rounds block") else ("trained",):
                 row = compare(args.tokens, vocabulary, name, head, args.repeats)
                 print(row, flush=True)
                 rows.append(row)
-    save_result("losses", {
-        "machine": processor(), "threads": torch.get_num_threads(), "tokens": args.tokens,
-        "hidden": HIDDEN, "num_draft_tokens": GAMMA, "chunk_megabytes": CHUNK_BYTES >> 20,
-        "rows": rows,
-    })  # fmt: skip
+        save_result(f"losses-{vocabulary}", {
+            "machine": processor(), "threads": torch.get_num_threads(), "tokens": args.tokens,
+            "hidden": HIDDEN, "num_draft_tokens": GAMMA, "chunk_megabytes": CHUNK_BYTES >> 20,
+            "rows": rows,
+        }, quiet=True)  # fmt: skip
 
 
 def compare(tokens: int, vocabulary: int, name: str, head: str, repeats: int) -> dict[str, Any]:
