@@ -49,6 +49,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], Literal["token", "block"]]] = {
     "lk_hybrid → accepted_length (block)": ({"loss": HYBRID, "then": "accepted_length"}, "block"),
     "lk_hybrid → rounds (token)": ({"loss": HYBRID, "then": "rounds"}, "token"),
     "lk_hybrid → rounds (block)": ({"loss": HYBRID, "then": "rounds"}, "block"),
+    "nla → accepted_length (block)": ({"loss": "nla", "then": "accepted_length"}, "block"),
     "nla → rounds (block)": ({"loss": "nla", "then": "rounds"}, "block"),
 }
 BASES = ("fkl", "lk_hybrid → lk_hybrid")
