@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-CHUNK_BYTES = 48 << 20
-"""Size of one [tokens, V] block; about eight of them are alive at a time."""
+CHUNK_BYTES = 8 << 20
+"""Size of one [tokens, V] block; a dozen or two of them are alive at a time."""
 _FEWEST_ROWS = 16
 
 
@@ -116,6 +116,7 @@ class Gradients:
         trained = head.bias is not None and head.bias.requires_grad
         self.bias = head.weight.new_zeros(head.weight.shape[0], dtype=dtype) if trained else None
 
+    @torch.no_grad()  # or the sums would keep every block alive
     def add(self, block: Block, raw: Tensor) -> None:
         """Take in the gradient `[n, V_d]` of a block's head outputs."""
         hidden = self._x.hidden[block.step][block.rows]

@@ -277,9 +277,6 @@ def test_a_batch_with_nothing_to_draft_costs_nothing() -> None:
         assert not head.weight.grad.any()  # type: ignore[union-attr]
 
 
-# ---- memory
-
-
 def test_no_block_of_all_tokens_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every [n, V] tensor that any operation makes stays within a chunk."""
     monkeypatch.setattr(chunks, "_FEWEST_ROWS", 2)
@@ -298,9 +295,6 @@ def test_no_block_of_all_tokens_is_held(monkeypatch: pytest.MonkeyPatch) -> None
         value, _ = fused.accepted_loss(case.x, case.head, case.rounds)
         value.backward()
     assert largest == 2
-
-
-# ---- the ratios that are measured
 
 
 def test_the_means_by_start_count_each_start_once() -> None:
@@ -379,3 +373,25 @@ def test_chunks_are_sized_by_the_widest_rows(monkeypatch: pytest.MonkeyPatch) ->
 
         fused.measure(replace(case.x, width=width, log_p=watched), case.head)
         assert max(asked) == rows
+
+
+@pytest.mark.parametrize("kind", ["nla", "rounds", "accepted_length"])
+def test_the_sums_do_not_record_how_they_came_about(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would hold the gradient of every block until the backward pass."""
+    case = make(block=True)
+    found: list[chunks.Gradients] = []
+    carry = chunks.Gradients.carry
+    monkeypatch.setattr(
+        chunks.Gradients, "carry", lambda self, value: (found.append(self), carry(self, value))[1]
+    )
+    if kind == "nla":
+        weight = [torch.ones(len(t)) for t in case.x.token]
+        fused.weighted_loss(case.x, case.head, lambda p, z, c: losses.nla(p, z), weight)
+    else:
+        lean = fused.rounds_loss if kind == "rounds" else fused.accepted_loss
+        lean(case.x, case.head, case.rounds)
+    (grads,) = found
+    assert grads.weight is not None and grads.bias is not None
+    assert not any(t.requires_grad for t in (grads.weight, grads.bias, *grads.hidden))
