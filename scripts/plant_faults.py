@@ -168,7 +168,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "draftsmith"
         left_out = shutil.ignore_patterns(".git", ".venv", "runs", ".*cache")
-        shutil.copytree(ROOT, copy, ignore=left_out)
+        shutil.copytree(ROOT, copy, ignore=left_out, symlinks=True)
         if fails(sorted({test for fault in FAULTS for test in fault.tests}), copy):
             sys.exit("the tests fail before any fault is planted")
         for fault in FAULTS:
