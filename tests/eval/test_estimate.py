@@ -162,6 +162,25 @@ def test_overlap_and_mass_are_direct_sums(
         assert captured_mass(scored) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_greedy_drafts_are_accepted_with_the_targets_own_probability(
+    small_target: Target, make_drafter: MakeDrafter, make_requests: MakeRequests, answers: Answers
+) -> None:
+    """The draft is one-hot at its argmax, so Σ min(p, q) is p of that token."""
+    drafter = make_drafter("causal", small_target)
+    records = answers(small_target, make_requests(small_target, [4, 9, 6], Law(1.0)), LIMIT)
+    scored = score(small_target, drafter, records, Law(1.0), 2, LIMIT, "greedy")
+    for record, conversation in zip(records, scored, strict=True):
+        ids = record.ids[None, :-1]
+        with torch.inference_mode():
+            p = small_target.model(input_ids=ids).logits[0].double().softmax(-1)
+            best = drafter.model(input_ids=ids).logits[0].argmax(-1)  # type: ignore[attr-defined]
+        own = slice(record.prompt_len, None)
+        chance = p.gather(1, best[:, None])[own, 0]
+        assert conversation.overlap[0][0] == pytest.approx(float(chance.sum()), abs=1e-4)
+        hits = (best[own] == record.ids[record.prompt_len + 1 :]).tolist()
+        assert (conversation.log_ratio[:, 0] > -torch.inf).tolist() == hits
+
+
 def test_records_keep_their_order_and_short_ones_fall_out(
     small_target: Target, make_drafter: MakeDrafter, make_requests: MakeRequests, answers: Answers
 ) -> None:

@@ -148,6 +148,33 @@ def test_a_mix_is_the_weighted_sum(tiny_target: Target, rows: list[Record]) -> N
     assert both == pytest.approx(0.1 * one + 0.9 * other, rel=1e-5)
 
 
+def test_product_weights_fall_on_the_steps_they_belong_to(
+    tiny_target: Target, rows: list[Record]
+) -> None:
+    """By hand for one reply: what start s expects to reach through each of its positions."""
+    (row,) = [r for r in rows if len(r.reply) == 6][:1]
+    drafter = drafter_of("eagle3", tiny_target)
+    batch = collate([row], DOMAINS)
+    place = {int(token): i for i, token in enumerate(IDS)}
+    total = 0.0
+    unrolled = drafter.unroll(batch, STEPS)
+    chance, loss = {}, {}
+    for k, step in enumerate(unrolled):
+        log_q = drafter.head(step.hidden).detach().log_softmax(-1)
+        log_p = tiny_target.logits(batch.hidden[step.token]).log_softmax(-1)[:, IDS]
+        each = OBJECTIVES["nla"](log_p, drafter.head(step.hidden).detach())
+        for i, token in enumerate(step.token.tolist()):
+            at = place.get(int(row.reply[token]))
+            chance[k, token] = 0.0 if at is None else float(log_q[i, at].exp())
+            loss[k, token] = float(each[i])
+    for s in range(1, 6):  # the reply token that a round's first position predicts
+        inside = [k for k in range(STEPS) if s + k < 6]
+        reached = torch.tensor([0.5 * chance[k, s + k] + 0.5 for k in inside]).cumprod(0)
+        total += sum(float(reached[k:].sum()) * loss[k, s + k] for k in inside)
+    scorer = scorer_of("eagle3", tiny_target, drafter=drafter, position_weights="product")
+    assert run(scorer, [row]).loss.item() == pytest.approx(total / 5, rel=1e-4)
+
+
 def test_options_reach_their_objectives(tiny_target: Target, rows: list[Record]) -> None:
     drafter = drafter_of("eagle3", tiny_target)
 
