@@ -40,6 +40,12 @@ class _Row:
     finish: str = ""
 
 
+def request_of(record: Record) -> Request:
+    """What was asked to get this record."""
+    ids = tuple(record.ids[: record.prompt_len].tolist())
+    return Request(record.prompt_id, record.domain, record.split, ids, record.law, record.seed)
+
+
 @dataclass(frozen=True)
 class GatherSettings:
     max_new_tokens: int

@@ -19,7 +19,7 @@ from ..configs.errors import UserError
 from ..configs.recipe import EvalSection, Recipe
 from ..data.collect import held_out, law_of
 from ..data.files import write_json
-from ..data.gather import Request
+from ..data.gather import Request, request_of
 from ..data.records import Record
 from ..data.store import RecordStore
 from ..data.target import Target
@@ -142,12 +142,7 @@ def _calibration(recipe: Recipe, store: RecordStore, cells: Sequence[Cell]) -> l
     chosen: dict[str, Record] = {}
     for record in sorted(pool or measured, key=lambda r: r.key):
         chosen.setdefault(record.prompt_id, record)
-    return [_request(r) for r in list(chosen.values())[: recipe.eval.calibration_prompts]]
-
-
-def _request(record: Record) -> Request:
-    ids = tuple(record.ids[: record.prompt_len].tolist())
-    return Request(record.prompt_id, record.domain, record.split, ids, record.law, record.seed)
+    return [request_of(r) for r in list(chosen.values())[: recipe.eval.calibration_prompts]]
 
 
 class _Run:
@@ -215,7 +210,7 @@ class _Run:
         return found
 
     def _decode(self, records: Sequence[Record]) -> dict[str, Any]:
-        requests = [_request(r) for r in records]
+        requests = [request_of(r) for r in records]
         outputs = decode(self.target, requests, self._settings(self.limit), self.drafter)
         return {r.key: o.__dict__ for r, o in zip(records, outputs, strict=True)}
 
@@ -240,7 +235,7 @@ class _Run:
         timings = {}
         for cell in cells:
             self.console.print(f"time      {cell.name}")
-            requests = [_request(r) for r in _timed(cell, section)]
+            requests = [request_of(r) for r in _timed(cell, section)]
             timings[cell.name] = time_cell(
                 self.target, self.drafter, requests, self._settings(section.timing_tokens),
                 section.timed_lengths,

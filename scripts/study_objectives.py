@@ -9,21 +9,19 @@ and objectives.svg; differences are paired by conversation and seed.
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from draftsmith.configs.load import load_recipe, recipe_hash
 from draftsmith.configs.recipe import ObjectiveSection, Recipe
 from draftsmith.data.collect import held_out
 from draftsmith.data.files import write_json
-from draftsmith.data.gather import Request
+from draftsmith.data.gather import request_of
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target, load_target
@@ -68,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"))
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the heads")
     parser.add_argument("--causal", nargs="*", default=list(CAUSAL), help="objectives for the LM")
     args = parser.parse_args()
@@ -138,13 +136,11 @@ def run_cell(
     decoded: Sequence[Law],
 ) -> dict[str, Any]:
     """Train, score and perhaps decode one cell; everything by conversation."""
-    start = time.perf_counter()
     saved = train(recipe, target, store, folder, console)
-    seconds = time.perf_counter() - start
     drafter = load_drafter(saved, target)
     records = records_with_states(store, target, drafter.taps, "heldout")
     limit = int(store.settings["max_new_tokens"])
-    result: dict[str, Any] = {"train_seconds": round(seconds, 1), "estimated": {}, "decoded": {}}
+    result: dict[str, Any] = {"estimated": {}, "decoded": {}}
     for law in LAWS:
         own = [r for d in sorted({r.domain for r in records}) for r in held_out(records, law, d)]
         own = [r for r in own if len(r.reply) > 1]
@@ -180,11 +176,7 @@ def decode_all(
     order = sorted(range(len(records)), key=lambda i: len(records[i].ids))
     for start in range(0, len(order), 32):
         part = order[start : start + 32]
-        requests = [
-            Request(r.prompt_id, r.domain, r.split, tuple(r.ids[: r.prompt_len].tolist()), r.law,
-                    r.seed + 1)
-            for r in (records[i] for i in part)
-        ]  # fmt: skip
+        requests = [replace(request_of(records[i]), seed=records[i].seed + 1) for i in part]
         outputs = decode(target, requests, DecodeSettings(limit, GAMMA, rule), drafter)
         for i, out in zip(part, outputs, strict=True):
             tokens[i], rounds[i] = len(out.ids) - 1, len(out.rounds)
@@ -340,5 +332,4 @@ def plot(rows: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     main()

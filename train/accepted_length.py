@@ -153,6 +153,14 @@ def start_index(first: Tensor, length: Tensor, num_draft_tokens: int) -> tuple[T
     return index.masked_fill(~inside, 0), inside
 
 
+def by_position(steps: Tensor, num_draft_tokens: int, one_pass: bool) -> Tensor:
+    """Values of unrolled steps `[K, R]` as those of draft positions, `[γ, R]`.
+
+    A drafter that predicts in one pass says the same at every position.
+    """
+    return steps[:1].expand(num_draft_tokens, -1) if one_pass else steps[:num_draft_tokens]
+
+
 def from_tokens(values: Tensor, index: Tensor, inside: Tensor, fill: float = 0.0) -> Tensor:
     """Values by position and token, `[γ, R]`, as each start sees them: `[B, N, γ]`."""
     k = torch.arange(values.shape[0], device=values.device)

@@ -53,7 +53,8 @@ class _Sweep:
         self.log_q = torch.zeros(shape, dtype=torch.float64, device=device)
         self._excluded = torch.zeros(shape[1], dtype=torch.bool, device=device)
 
-    def add(self, block: Block, logits: Tensor) -> None:
+    def add(self, block: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in a block; returns its p and q, `[n, V_d]` each."""
         log_z = logits.logsumexp(-1, keepdim=True)  # [n, 1]
         p, q = block.log_p.exp(), (logits - log_z).exp()  # [n, V_d]
         if block.step == 0:
@@ -70,6 +71,7 @@ class _Sweep:
         self._excluded[block.token] = excluded
         self.log_q[block.step, block.token] = said
         self.log_ratio[block.step, block.token] = said - log_p
+        return p, q
 
     def result(self) -> Measured:
         return Measured(self._overlap, self._mass, self.log_ratio, self.log_q, self._excluded)
@@ -136,7 +138,7 @@ class Rounds:
 
     def by_position(self, values: Tensor) -> Tensor:
         """Values of unrolled steps `[K, R]` as those of draft positions `[γ, R]`."""
-        return values[:1].expand(self.gamma, -1) if self.one_pass else values[: self.gamma]
+        return al.by_position(values, self.gamma, self.one_pass)
 
     def survival(self, log_ratio: Tensor) -> Tensor:
         return (al.survival_block if self.block else al.survival_token)(log_ratio)
@@ -205,13 +207,11 @@ def _last_factors(
     sweep = _Sweep(x)
     total, from_p, from_q = sweep.log_q.new_zeros(3, rounds.gamma, len(x.column))
     for block in blocks(x, head):
-        logits = head.logits(block.raw)
-        sweep.add(block, logits)
+        p, q = sweep.add(block, head.logits(block.raw))
         if not rounds.block:
             for k in rounds.positions(block.step):
                 total[k, block.token] = sweep.result().overlap[block.step][block.rows].double()
             continue
-        p, q = block.log_p.exp(), logits.softmax(-1)  # [n, V_d]
         for k in rounds.positions(block.step):
             a, b = _scales_at(sweep.log_ratio, rounds, block.token, k)
             left, right = p * a.exp()[:, None].to(p.dtype), q * b.exp()[:, None].to(q.dtype)

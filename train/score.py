@@ -119,9 +119,7 @@ def _split(
     measured = measure(x, head)
     length = batch.reply_lens - 1
     index, inside = al.start_index(batch.first, length, steps)
-    by_position = measured.log_ratio
-    if one_pass:
-        by_position = by_position[:1].expand(steps, -1)
+    by_position = al.by_position(measured.log_ratio, steps, one_pass)
     ratio = al.from_tokens(by_position, index, inside).cpu()  # [B, N, γ]
     rows = len(records)
     row = torch.arange(rows).repeat_interleave(batch.reply_lens.cpu())  # [R]

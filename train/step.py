@@ -73,9 +73,8 @@ class Scorer(nn.Module):
         section = self._section
         if section.position_weights == "product":
             index, inside = al.start_index(batch.first, batch.reply_lens - 1, len(totals))
-            found = measure(x, head).log_q  # [K, R]
-            if self.drafter.one_pass:
-                found = found[:1].expand(len(totals), -1)
+            log_q = measure(x, head).log_q  # [K, R]
+            found = al.by_position(log_q, len(totals), self.drafter.one_pass)
             each = al.position_weights(
                 al.from_tokens(found, index, inside), inside, section.product_floor
             )
