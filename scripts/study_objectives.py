@@ -54,9 +54,9 @@ BASES = ("fkl", "lk_hybrid → lk_hybrid")
 """What all are compared with: the usual loss, and the control of those that take over."""
 GREEDY_DECODED = ("nla", "lk_hybrid → rounds (block)")
 """Decoded at T = 0 too, where the estimate is known to equal decoding reply by reply."""
-CAUSAL = ("fkl", "lk_hybrid")
+CAUSAL = ("fkl", "lk_hybrid", "nla")
 LAWS = (Law(0.0), Law(1.0))
-VERIFIERS = ("token", "block")
+VERIFIERS: tuple[Literal["token"], Literal["block"]] = ("token", "block")
 GAMMA = 3
 RESAMPLES = 4000
 MOST_SEEDS = 10
@@ -81,16 +81,21 @@ def main() -> None:
         path = cell_path(args.runs, family, recipe)
         if not path.exists():
             console.print(f"cell {number + 1} of {len(cells)}: {family}, {name}, seed {seed}")
-            laws = decoded_laws(name, seed)
-            cell = run_cell(recipe, target, store, path.parent, console, laws)
+            ways = decoded_ways(family, name, seed)
+            cell = run_cell(recipe, target, store, path.parent, console, ways)
             write_json(path, {"family": family, "objective": name, "seed": seed, **cell})
         summarise(finished(args.runs, args.steps), args.steps, target)
 
 
-def decoded_laws(name: str, seed: int) -> tuple[Law, ...]:
+def decoded_ways(family: str, name: str, seed: int) -> list[tuple[Law, Literal["token", "block"]]]:
+    """Laws and verifiers that a cell is really decoded under, beside its estimates."""
     if seed:
-        return ()
-    return LAWS if name in GREEDY_DECODED else LAWS[1:]
+        return []
+    greedy, sampled = LAWS
+    if family == "causal" and name == CAUSAL[-1]:
+        return [(greedy, "token"), (sampled, "token"), (sampled, "block")]
+    first = [(greedy, VERIFIERS[0])] if name in GREEDY_DECODED else []
+    return [*first, (sampled, OBJECTIVES[name][1])]
 
 
 def cell_path(runs: Path, family: str, recipe: Recipe) -> Path:
@@ -133,7 +138,7 @@ def run_cell(
     store: RecordStore,
     folder: Path,
     console: Console,
-    decoded: Sequence[Law],
+    ways: Sequence[tuple[Law, Literal["token", "block"]]],
 ) -> dict[str, Any]:
     """Train, score and perhaps decode one cell; everything by conversation."""
     saved = train(recipe, target, store, folder, console)
@@ -145,9 +150,11 @@ def run_cell(
         own = [r for d in sorted({r.domain for r in records}) for r in held_out(records, law, d)]
         own = [r for r in own if len(r.reply) > 1]
         result["estimated"][law.label] = estimated(target, drafter, own, law, limit)
-        if law in decoded:
-            rule = recipe.serving.verifier if law.temperature else VERIFIERS[0]
-            result["decoded"][law.label] = {rule: decode_all(target, drafter, own, limit, rule)}
+        result["decoded"][law.label] = {
+            rule: decode_all(target, drafter, own, limit, rule)
+            for other, rule in ways
+            if other == law
+        }
     return result
 
 
@@ -187,7 +194,7 @@ def decode_all(
 
 
 def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> None:
-    """Pool over seeds, compare with the bases, save."""
+    """Pool over seeds, compare with the bases, save; saved rows of other cells stay."""
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cell in cells:
         by_name.setdefault((cell["family"], cell["objective"]), []).append(cell)
@@ -195,6 +202,7 @@ def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> No
         row_of(family, name, mine, {base: by_name.get((family, base), []) for base in BASES})
         for (family, name), mine in by_name.items()
     ]
+    rows = with_saved(rows, steps)
     result = {
         "target": target.provenance["name"],
         "quantisation": target.provenance["quantisation"],
@@ -206,6 +214,17 @@ def summarise(cells: Sequence[dict[str, Any]], steps: int, target: Target) -> No
     }
     save_result("objectives", result, quiet=True)
     plot(rows)
+
+
+def with_saved(rows: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """These rows behind the saved ones of as many steps that they do not replace."""
+    path = FOLDER / "objectives.json"
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        kept = saved["rows"] if saved["steps"] == steps else []
+    own = {(r["family"], r["objective"]) for r in rows}
+    return [r for r in kept if (r["family"], r["objective"]) not in own] + list(rows)
 
 
 def row_of(
