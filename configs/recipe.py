@@ -62,7 +62,7 @@ class ServingSection:
     """The sampling settings to measure, each by itself; training takes the first that samples."""
     num_draft_tokens: int = 2
     """Tokens drafted in a round."""
-    verifier: Literal["token", "block"] = "token"
+    verifier: Literal["token", "block"] = "block"
     """The acceptance rule above temperature 0: token by token, or the whole block at once."""
     drafting: Literal["sampled", "greedy"] = "sampled"
     """Whether drafts are sampled from the draft's own law, or always its most probable token."""

@@ -3,9 +3,13 @@
 A `SlabCache` keeps keys and values of a batch in slabs allocated once. *Slot = position*: token i
 of a row always lies in slot i, so rows may have any lengths, rolling back is setting a length, and
 slots at or past a row's length are simply never visible. Nothing is concatenated while decoding.
+
+Only the nodes of a draft tree lie in slots that are not their positions, for one round: `Branch`
+says whose child each is, and `keep` moves the accepted path to where it belongs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +21,29 @@ from ..configs.errors import UserError
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 _SPARE_SLOTS = 64  # growth step, so that a long generation does not copy its slab every round
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Nodes of a tree behind each row's tokens.
+
+    since: `[B]` tokens of each row when the tree began; parents: `[B, m]` of all nodes written
+    since then, the new ones last: the index of a node's parent among them, below its own, or -1
+    for a node directly behind the row's tokens.
+    """
+
+    since: list[int]
+    parents: Tensor
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """`[B, m] -> [B, m, m]` bool: whether node j is node i or one of its ancestors."""
+    m = parents.shape[1]
+    own = torch.eye(m, device=parents.device)
+    up = torch.nn.functional.one_hot(parents + 1, m + 1)[..., 1:].float() + own  # [B, m, m]
+    for _ in range(max(0, m - 1).bit_length()):  # paths of 1, 2, 4... edges
+        up = (up @ up).clamp_max(1.0)
+    return up > 0
 
 
 class _SlabLayer(CacheLayerMixin):
@@ -74,6 +101,9 @@ class SlabCache(Cache):
     Protocol of one forward over n new tokens per row: `begin(n)` fixes where they are written, the
     model runs with `position_ids()` and `mask()`, then `advance(counts)` says how many of the n
     tokens of each row are kept. Tokens beyond the kept count are overwritten by later writes.
+
+    A model of learned positions has no more than its table holds. Only padding ever lies beyond
+    (callers see to that), and it is given the last position.
     """
 
     def __init__(self, config: PreTrainedConfig, rows: int, capacity: int, device: torch.device):
@@ -89,6 +119,8 @@ class SlabCache(Cache):
                 "only full and sliding attention layers can be decoded speculatively"
             )
         self.kinds: tuple[str, ...] = tuple(sorted(set(kinds))) if kinds else ()
+        learned = getattr(text, "rope_parameters", None) is None
+        self.positions: int | None = text.max_position_embeddings if learned else None
         self.slabs = [_SlabLayer(self) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=list(self.slabs))
         self.device = device
@@ -98,14 +130,21 @@ class SlabCache(Cache):
         self.write_index: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
         self.end = 0
         self._n = 0
+        self._branch: Branch | None = None
+        self._seen = torch.empty(0)  # [B, m, m], of the branch
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
-    def begin(self, n: int) -> None:
-        """Place the next forward's n tokens of every row right behind the row's kept tokens."""
-        self._n = n
+    def begin(self, n: int, branch: Branch | None = None) -> None:
+        """Place the next forward's n tokens of every row right behind the row's kept tokens.
+
+        With a branch they are its last n nodes, and those before them count as kept.
+        """
+        self._n, self._branch = n, branch
+        if branch is not None:
+            self._seen = ancestors(branch.parents)
         self.end = max(self.lengths) + n
         while self.capacity < self.end:
             self.capacity += max(_SPARE_SLOTS, self.end - self.capacity)
@@ -113,12 +152,23 @@ class SlabCache(Cache):
         self.common_start = first if all(x == first for x in self.lengths) else None
         if self.common_start is None:
             rows = torch.arange(self.rows, device=self.device)[:, None]  # [B, 1]
-            self.write_index = (rows, self.position_ids())
+            self.write_index = (rows, self._slots())
 
-    def position_ids(self) -> Tensor:
-        """Positions (= slots) of the tokens of this forward, `[B, n]`."""
+    def _slots(self) -> Tensor:
+        """Where the tokens of this forward are written, `[B, n]`."""
         start = torch.tensor(self.lengths, device=self.device)[:, None]  # [B, 1]
         return start + torch.arange(self._n, device=self.device)
+
+    def position_ids(self) -> Tensor:
+        """Positions of the tokens of this forward, `[B, n]`."""
+        at = self._slots() if self._branch is None else self._node_positions()[:, -self._n :]
+        return at if self.positions is None else at.clamp_max(self.positions - 1)
+
+    def _node_positions(self) -> Tensor:
+        """Positions of all nodes of the branch, `[B, m]`."""
+        assert self._branch is not None
+        since = torch.tensor(self._branch.since, device=self.device)[:, None]  # [B, 1]
+        return since + self._seen.sum(-1) - 1
 
     def mask(self, dtype: torch.dtype | None) -> Tensor | dict[str, Tensor] | None:
         """Visibility `[B, 1, n, S]` of slots: bool for `dtype=None`, else additive in that dtype.
@@ -128,18 +178,36 @@ class SlabCache(Cache):
         """
         if self.rows == 1 and self._n == 1 and self.window is None and dtype is None:
             return None
-        at = self.position_ids()[:, None, :, None]  # [B, 1, n, 1]
         slot = torch.arange(self.end, device=self.device)
-        full = slot <= at  # [B, 1, n, S]
+        if self._branch is None:
+            at = self._slots()[:, None, :, None]  # [B, 1, n, 1]
+            place = slot
+            full = slot <= at  # [B, 1, n, S]
+        else:
+            full, place = self._branch_mask(slot)
+            at = self._node_positions()[:, None, -self._n :, None]  # [B, 1, n, 1]
         if self.window is None:
             return _finish(full, dtype)
-        near = full & (slot > at - self.window)
+        near = full & (place > at - self.window)
         if len(self.kinds) > 1:
             return {
                 "full_attention": _finish(full, dtype),
                 "sliding_attention": _finish(near, dtype),
             }
         return _finish(full if self.kinds == ("full_attention",) else near, dtype)
+
+    def _branch_mask(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """What the branch's new nodes see `[B, 1, n, S]`; every slot's position `[B, 1, 1, S]`."""
+        assert self._branch is not None
+        since = torch.tensor(self._branch.since, device=self.device)[:, None]  # [B, 1]
+        node = slot - since  # [B, S], negative in the row's own tokens
+        m = self._seen.shape[1]
+        index = node.clamp(0, m - 1)  # [B, S]
+        inside = (node >= 0) & (node < m)
+        new = self._seen[:, -self._n :]  # [B, n, m]
+        seen = new.gather(2, index[:, None].expand(-1, self._n, -1)) & inside[:, None]  # [B, n, S]
+        place = torch.where(inside, self._node_positions().gather(1, index), slot)  # [B, S]
+        return (seen | (node < 0)[:, None])[:, None], place[:, None, None]
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keep the first `counts[b]` tokens of the last forward in row b."""
@@ -150,6 +218,23 @@ class SlabCache(Cache):
         if any(new > old for new, old in zip(lengths, self.lengths, strict=True)):
             raise ValueError(f"cannot lengthen a cache from {self.lengths} to {list(lengths)}")
         self.lengths = list(lengths)
+
+    def keep(self, since: Sequence[int], nodes: Tensor, counts: Sequence[int]) -> None:
+        """Of what lies behind each row's first `since[b]` tokens, keep `counts[b]` nodes in order.
+
+        `nodes [B, k]` are slots counted from `since`; those past a row's count may be anything
+        below the slots in use.
+        """
+        first = torch.tensor(list(since), device=self.device)[:, None]  # [B, 1]
+        places = torch.arange(nodes.shape[1], device=self.device)
+        if not bool((nodes == places).all()):
+            rows = torch.arange(self.rows, device=self.device)[:, None]  # [B, 1]
+            for layer in self.slabs:
+                for slab in (layer.keys, layer.values):
+                    if slab is not None:
+                        flat = slab.transpose(1, 2)  # [B, S, KV, d]
+                        flat[rows, first + places] = flat[rows, first + nodes]
+        self.lengths = [s + c for s, c in zip(since, counts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

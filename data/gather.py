@@ -13,13 +13,20 @@ from torch import Tensor
 from ..configs.errors import UserError
 from .cache import SlabCache
 from .records import Record, States, row_uniforms
+from .rules import Rules
 from .target import Target
 from .warp import Law, log_probs, sample
+
+NO_RULES = Rules()
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be answered under one law with a seed of its own."""
+    """One prompt to be answered under one law with a seed of its own.
+
+    stop: texts that end the reply with the token that completes one; rules: what it asks of its
+    tokens beyond the law. Records are of requests with neither.
+    """
 
     prompt_id: str
     domain: str
@@ -27,6 +34,8 @@ class Request:
     ids: tuple[int, ...]
     law: Law
     seed: int
+    stop: tuple[str, ...] = ()
+    rules: Rules = NO_RULES
 
 
 @dataclass
@@ -65,8 +74,15 @@ def answer(
 ) -> list[Record]:
     """Answer all requests; records come back in the order of `requests`.
 
-    `progress` is called with the number of new tokens of every step.
+    `progress` is called with the number of new tokens of every step. Raises `UserError` for rules
+    or stop strings, which records do not keep.
     """
+    for request in requests:
+        if request.stop or request.rules.any:
+            raise UserError(
+                f"prompt {request.prompt_id}: stop strings and rules are for decoding, records are "
+                "collected under a law alone"
+            )
     waiting = sorted(requests, key=lambda r: (len(r.ids), r.prompt_id, r.seed), reverse=True)
     rows: list[_Row] = []
     cache: SlabCache | None = None

@@ -21,7 +21,7 @@ from transformers import (
 from ..configs.errors import UserError
 from ..configs.recipe import TargetSection
 from . import embedded
-from .cache import SlabCache
+from .cache import Branch, SlabCache
 from .chat import template_hash, tokenizer_hash
 from .linear import speed_up_few_rows
 
@@ -106,10 +106,19 @@ class Target:
     def new_cache(self, rows: int, capacity: int) -> SlabCache:
         return SlabCache(self.model.config, rows, capacity, self.device)
 
-    def forward(self, ids: Tensor, cache: SlabCache, taps: tuple[int, ...] = ()) -> Forward:
-        """Run ids `[B, n]` behind what `cache` keeps; the caller then calls `cache.advance`."""
+    def forward(
+        self,
+        ids: Tensor,
+        cache: SlabCache,
+        taps: tuple[int, ...] = (),
+        branch: Branch | None = None,
+    ) -> Forward:
+        """Run ids `[B, n]` behind what `cache` keeps, or as nodes of a tree.
+
+        The caller then tells the cache what stays: `advance`, or `keep` for a tree.
+        """
         self._hook(taps)
-        cache.begin(ids.shape[1])
+        cache.begin(ids.shape[1], branch)
         out = self.body(
             input_ids=ids,
             attention_mask=cache.mask(self._mask_dtype()),
@@ -122,9 +131,14 @@ class Target:
         return Forward(hidden, torch.cat(states, -1) if states else hidden[..., :0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Full-vocabulary logits of head inputs: `[..., h] -> [..., vocab_size]`, float32."""
+        """Full-vocabulary logits of head inputs: `[..., h] -> [..., vocab_size]`.
+
+        float32, or float64 where the head is.
+        """
         hidden = hidden.to(self.head.weight.dtype)  # stored states are float32 whatever the head is
-        return self.finish_logits(self.head(hidden).float())[..., : self.vocab_size]
+        logits = self.head(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return self.finish_logits(logits)[..., : self.vocab_size]
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         return finish_logits(self.text_config, logits)

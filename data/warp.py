@@ -5,6 +5,7 @@ One definition for collecting, training, estimating and decoding: the warpers ar
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,18 @@ def log_probs(logits: Tensor, law: Law) -> Tensor:
     if law.typical_p < 1.0:
         rows = TypicalLogitsWarper(float(law.typical_p))(no_ids, rows)
     return rows.log_softmax(-1).view(logits.shape)  # [..., V]
+
+
+def row_log_probs(logits: Tensor, laws: Sequence[Law]) -> Tensor:
+    """`log_probs` with a law for each row, `[B, ..., V] -> [B, ..., V]`."""
+    kinds = dict.fromkeys(laws)
+    if len(kinds) == 1:
+        return log_probs(logits, laws[0])
+    parts = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).clone()
+    for law in kinds:
+        index = torch.tensor([b for b, other in enumerate(laws) if other == law])
+        parts[index] = log_probs(logits[index], law)
+    return parts
 
 
 def pick(weights: Tensor, u: Tensor) -> Tensor:

@@ -4,15 +4,12 @@ Both are stated for ragged batches. Positions count from 0 in prompt plus reply;
 a conversation is its token `prompt_len + r`. Reply token 0 comes from prefill and is never drafted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-Draw = Callable[[Tensor, int], Tensor]
-"""`draw(logits [B, V_d], k) -> ids [B]`: the decode loop samples draft token k and returns it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,13 @@ class Drafter(Protocol):
     one_pass: bool
     """True if q of a token does not depend on where the round began (a draft LM)."""
 
+    may_abstain: bool
+    """Whether it may have nothing to propose, see `first`."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest text it was made for; nothing is drafted beyond. None for any."""
+
     @property
     def draft_ids(self) -> Tensor | None:
         """Target ids of a reduced draft vocabulary `[V_d]`, ascending; None for the full one."""
@@ -99,15 +103,34 @@ class Drafter(Protocol):
     def prefill(self, state: Any, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
         """Take in prompts `[B, n]` (right-padded) and the target's taps `[B, n, L*h]` on them."""
 
-    def commit(self, state: Any, tokens: Tensor, counts: Sequence[int], taps: Tensor) -> None:
+    def commit(
+        self,
+        state: Any,
+        tokens: Tensor,
+        counts: Sequence[int],
+        taps: Tensor,
+        path: Tensor | None = None,
+    ) -> None:
         """Take in what a round emitted: the first `counts[b]` of `tokens [B, m]`.
 
         `taps [B, m, L*h]` are the target's at the positions *before* each token, that is where the
-        token was decided. Whatever was drafted beyond is forgotten.
+        token was decided. Whatever was drafted beyond is forgotten. `path [B, m]` tells which of
+        the tokens fed to `extend` the emitted ones are, in the order of feeding; -1 for one that
+        was never fed. None if each was fed behind the other, as in a chain.
         """
 
-    def propose(self, state: Any, count: int, draw: Draw) -> Tensor:
-        """Draft `count` tokens, `[B, count]`, each chosen by `draw`."""
+    def first(self, state: Any) -> Tensor:
+        """Draft logits `[B, V_d]` of the token that follows all committed ones.
+
+        A row of -inf alone has nothing to propose. Called once a round, before `extend`.
+        """
+
+    def extend(self, state: Any, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Feed drafted tokens `[B, w]`; draft logits after each, `[B, w, V_d]`.
+
+        `parents [B, w]` are the tokens they follow, by the order of feeding in this round, -1 for
+        the committed text; None for one token behind the one fed last.
+        """
 
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that training changes."""

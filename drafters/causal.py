@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..configs.errors import UserError
-from ..data.cache import SlabCache
+from ..data.cache import Branch, SlabCache
 from ..data.target import Target, finish_logits
-from .base import Draw, Step, TrainBatch, supervised_at, token_index
+from .base import Step, TrainBatch, supervised_at, token_index
 from .vocab import check_floor
 
 
@@ -50,17 +50,24 @@ class CausalConfig:
 
 @dataclass
 class _State:
-    """The draft's own cache and the emitted tokens it has not seen."""
+    """The draft's own cache and the emitted tokens it has not seen.
+
+    known: committed tokens in the cache, a row; fed: drafted tokens behind them; parents: `[B,
+    fed]` of those, if they form a tree.
+    """
 
     cache: SlabCache
+    known: list[int]
     tokens: Tensor
     counts: list[int]
-    drafted: int
+    fed: int
+    parents: Tensor | None
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
         index = torch.tensor(list(rows), dtype=torch.long, device=self.tokens.device)
         self.tokens = self.tokens[index]
+        self.known = [self.known[r] for r in rows]
         self.counts = [self.counts[r] for r in rows]
 
 
@@ -68,6 +75,7 @@ class CausalDrafter(nn.Module):
     """A causal LM of transformers behind the drafter contract."""
 
     family = "causal"
+    may_abstain = False
     one_pass = True
     taps: tuple[int, ...] = ()
 
@@ -150,46 +158,70 @@ class CausalDrafter(nn.Module):
     def start(self, rows: int, capacity: int) -> _State:
         device = self.model.device
         cache = SlabCache(self.model.config, rows, capacity, device)
-        return _State(cache, torch.empty(rows, 0, dtype=torch.long, device=device), [], 0)
+        empty = torch.empty(rows, 0, dtype=torch.long, device=device)
+        return _State(cache, [0] * rows, empty, [0] * rows, 0, None)
+
+    @property
+    def max_positions(self) -> int | None:
+        text = self.model.config.get_text_config(decoder=True)
+        value = getattr(text, "max_position_embeddings", None)
+        return int(value) if value else None
 
     def prefill(self, state: _State, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
         self._forward(state.cache, ids)
-        state.cache.advance(list(lengths))
+        state.cache.advance(lengths)
+        state.known = list(lengths)
 
-    def commit(self, state: _State, tokens: Tensor, counts: Sequence[int], taps: Tensor) -> None:
-        """Of `counts` emitted tokens the draft has run all but the last one or two."""
-        if state.drafted:
-            # The cache holds the pending tokens and drafted ones 0..drafted-2 behind them.
-            seen = [min(c - 1, state.drafted - 1) for c in counts]
-            lengths = state.cache.lengths
-            base = [n - (state.drafted - 1) for n in lengths]
-            state.cache.truncate([b + s for b, s in zip(base, seen, strict=True)])
+    def commit(
+        self,
+        state: _State,
+        tokens: Tensor,
+        counts: Sequence[int],
+        taps: Tensor,
+        path: Tensor | None = None,
+    ) -> None:
+        """Of the emitted tokens, those that were fed as drafts stay in the cache."""
+        if path is None:  # they lie where they belong
+            seen = [min(c - 1, state.fed) for c in counts]
+            state.cache.truncate([n + c for n, c in zip(state.known, seen, strict=True)])
         else:
-            seen = [0] * len(counts)
-        pending = [c - s for c, s in zip(counts, seen, strict=True)]
-        columns = torch.arange(max(pending), device=tokens.device)
+            drafts = torch.tensor(list(counts), device=path.device)[:, None] - 1  # the last is new
+            place = torch.arange(path.shape[1], device=path.device)
+            seen = ((path >= 0) & (place < drafts)).long().cumprod(1).sum(1).tolist()
+            state.cache.keep(state.known, path.clamp_min(0), seen)
+        state.known = list(state.cache.lengths)
+        state.counts = [c - s for c, s in zip(counts, seen, strict=True)]
+        columns = torch.arange(max(state.counts), device=tokens.device)
         index = torch.tensor(seen, device=tokens.device)[:, None] + columns  # [B, m]
         state.tokens = tokens.gather(1, index.clamp_max(tokens.shape[1] - 1))
-        state.counts, state.drafted = pending, 0
+        state.fed, state.parents = 0, None
 
-    def propose(self, state: _State, count: int, draw: Draw) -> Tensor:
+    def first(self, state: _State) -> Tensor:
         rows = torch.arange(len(state.counts), device=state.tokens.device)
         out = self._forward(state.cache, state.tokens)  # [B, m, h]
         state.cache.advance(state.counts)
-        hidden = out[rows, torch.tensor(state.counts, device=rows.device) - 1]  # [B, h]
-        drafted = [draw(self._logits(hidden), 0)]
-        for k in range(1, count):
-            hidden = self._forward(state.cache, drafted[-1][:, None])[:, 0]
-            state.cache.advance([1] * len(rows))
-            drafted.append(draw(self._logits(hidden), k))
-        state.drafted = count
-        return torch.stack(drafted, 1)
+        state.known = list(state.cache.lengths)
+        state.tokens, last = state.tokens[:, :0], torch.tensor(state.counts, device=rows.device) - 1
+        state.counts = [0] * len(rows)
+        return self._logits(out[rows, last])
+
+    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        branch = None
+        if parents is not None:
+            before = parents[:, :0] if state.parents is None else state.parents
+            state.parents = torch.cat([before, parents], 1)  # [B, fed + w]
+            branch = Branch(state.known, state.parents)
+        out = self._forward(state.cache, tokens, branch)  # [B, w, h]
+        state.cache.advance([tokens.shape[1]] * len(tokens))
+        state.fed += tokens.shape[1]
+        return self._logits(out)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden).float()
+        logits = self.head(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _forward(self, cache: SlabCache, ids: Tensor) -> Tensor:
-        cache.begin(ids.shape[1])
+    def _forward(self, cache: SlabCache, ids: Tensor, branch: Branch | None = None) -> Tensor:
+        cache.begin(ids.shape[1], branch)
         eager = self.model.config._attn_implementation == "eager"
         out: Any = self.body(
             input_ids=ids,

@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..configs.errors import UserError
-from ..data.cache import SlabCache
+from ..data.cache import Branch, SlabCache
 from ..data.target import Target
-from .base import Draw, Step, TrainBatch, supervised_at, token_index
+from .base import Step, TrainBatch, supervised_at, token_index
 from .vocab import check_floor
 
 
@@ -111,13 +111,19 @@ class _Layer(nn.Module):
 
 @dataclass
 class _State:
-    """Draft cache of the pairs with true states, and the pairs not yet taken in."""
+    """Draft cache of the pairs with true states, and the pairs not yet taken in.
+
+    hidden: `[B, 1 + fed, h]` states of a round: of the committed text, then of the drafted tokens
+    fed (of a chain only the last); parents: `[B, fed]` of those, if they form a tree.
+    """
 
     cache: SlabCache
     known: list[int]
     tokens: Tensor
     counts: list[int]
     taps: Tensor
+    hidden: Tensor
+    parents: Tensor | None
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
@@ -131,6 +137,7 @@ class Eagle3Drafter(nn.Module):
     """See the module's docstring; tensor names are those of the flat engine layout."""
 
     family = "eagle3"
+    may_abstain = False
     one_pass = False
 
     def __init__(self, config: LlamaConfig, taps: tuple[int, ...], draft_ids: Tensor):
@@ -224,7 +231,12 @@ class Eagle3Drafter(nn.Module):
         device = self.fc.weight.device
         empty = torch.empty(rows, 0, dtype=torch.long, device=device)
         taps = self.fc.weight.new_empty(rows, 0, self.fc.in_features)
-        return _State(SlabCache(self.config, rows, capacity, device), [0] * rows, empty, [], taps)
+        cache = SlabCache(self.config, rows, capacity, device)
+        return _State(cache, [0] * rows, empty, [], taps, taps, None)
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.config.max_position_embeddings
 
     def prefill(self, state: _State, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
         """Pairs up to the last prompt token; the last state waits for the first reply token."""
@@ -233,28 +245,47 @@ class Eagle3Drafter(nn.Module):
             state.known = [n - 1 for n in lengths]
             state.cache.advance(state.known)
 
-    def commit(self, state: _State, tokens: Tensor, counts: Sequence[int], taps: Tensor) -> None:
+    def commit(
+        self,
+        state: _State,
+        tokens: Tensor,
+        counts: Sequence[int],
+        taps: Tensor,
+        path: Tensor | None = None,
+    ) -> None:
+        """Drafted pairs carry the head's own states, so all go; true ones are taken in later."""
         state.cache.truncate(state.known)
         state.tokens, state.counts, state.taps = tokens, list(counts), taps
 
-    def propose(self, state: _State, count: int, draw: Draw) -> Tensor:
-        """The first step takes in the pairs with true states, later ones feed on their own."""
+    def first(self, state: _State) -> Tensor:
+        """Takes in the pairs with true states."""
         rows = torch.arange(state.tokens.shape[0], device=state.tokens.device)
         last = torch.tensor(state.counts, device=rows.device) - 1  # [B]
         out = self._forward(state.cache, self._fuse(state.taps), state.tokens)  # [B, m, h]
         state.cache.advance(state.counts)
         state.known = list(state.cache.lengths)
-        hidden = out[rows, last]  # [B, h]
-        drafted = [draw(self.head(hidden), 0)]
-        for k in range(1, count):
-            hidden = self._forward(state.cache, hidden[:, None], drafted[-1][:, None])[:, 0]
-            state.cache.advance([1] * len(rows))
-            drafted.append(draw(self.head(hidden), k))
-        return torch.stack(drafted, 1)
+        state.hidden, state.parents = out[rows, last][:, None], None
+        return self.head(state.hidden[:, 0])
 
-    def _forward(self, cache: SlabCache, state: Tensor, tokens: Tensor) -> Tensor:
+    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        """Each token goes with the head's own state at its parent."""
+        branch, before = None, state.hidden[:, -1:]  # [B, 1, h]
+        if parents is not None:
+            known = parents[:, :0] if state.parents is None else state.parents
+            state.parents = torch.cat([known, parents], 1)  # [B, fed + w]
+            branch = Branch(state.known, state.parents)
+            index = (parents + 1)[..., None].expand(-1, -1, before.shape[-1])
+            before = state.hidden.gather(1, index)  # [B, w, h]
+        out = self._forward(state.cache, before, tokens, branch)  # [B, w, h]
+        state.cache.advance([tokens.shape[1]] * len(tokens))
+        state.hidden = out if parents is None else torch.cat([state.hidden, out], 1)
+        return self.head(out)
+
+    def _forward(
+        self, cache: SlabCache, state: Tensor, tokens: Tensor, branch: Branch | None = None
+    ) -> Tensor:
         """The layer over new pairs `[B, n]` behind the cache: un-normed output `[B, n, h]`."""
-        cache.begin(tokens.shape[1])
+        cache.begin(tokens.shape[1], branch)
         rope = self.rotary(state, cache.position_ids())
         x = self.midlayer.inputs(self.embed_tokens(tokens), state)
         q, k, v = self.midlayer.self_attn.project(x, rope)

@@ -27,11 +27,12 @@ from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
 from ..train.score import Conversation, Drafting, expected, score
-from .decode import DecodeSettings, Output, decode
+from .decode import DecodeSettings, decode
 from .estimate import captured_mass, estimate, overlap_interval
 from .intervals import ratio_interval
 from .lossless import greedy_equality
 from .provenance import provenance
+from .rows import Output
 from .speed import Cost, Timing, calibrate, generate_ratio, measure_rows, time_cell
 
 _DRAFTING = {

@@ -1,9 +1,7 @@
 """Proofs that decoding keeps the target's law: exact enumeration, chi-square, greedy equality.
 
-The exact part runs an acceptance rule, the very function used in decoding, on a tiny vocabulary.
-Its randomness is integrated, not sampled: the places where its outcome changes as a uniform goes
-from 0 to 1 are found by bisection to float64 precision, so that probabilities are exact to about
-1e-15 and nothing about the rule's formula is assumed.
+The exact part walks every branch of chance, of an acceptance rule or of the whole decode loop, the
+very functions used in decoding, on a tiny vocabulary. Nothing about their formulas is assumed.
 """
 
 import itertools
@@ -14,114 +12,29 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from ..data.gather import Request
+from ..data.rules import Processor
+from ..data.target import Target
+from ..data.warp import log_probs
+from ..drafters.base import Drafter
+from .branches import branches
+from .decode import DecodeSettings, decode
+from .verify import Rule
+
 Tokens = tuple[int, ...]
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(draft, log_q, log_p, u_accept, u_final, drafted) -> (accepted, next), as `verify.token`."""
-
-BELOW_ONE = 1.0 - 2.0**-53
-HALVINGS = 54
-
-
-def _bisect(shape: torch.Size, is_low: Callable[[Tensor], Tensor]) -> Tensor:
-    """Where `is_low(u)` turns from true to false, elementwise; 0 if it never is, 1 if it stays."""
-    low = torch.zeros(shape, dtype=torch.float64)
-    high = torch.ones(shape, dtype=torch.float64)
-    never, always = ~is_low(low), is_low(torch.full_like(high, BELOW_ONE))
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        below = is_low(middle)
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high.masked_fill(never, 0.0).masked_fill(always, 1.0)
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """N rounds to integrate; calls the rule for any shape of uniforms `[N, ..., γ]`, `[N, ...]`."""
-
-    rule: Rule
-    draft: Tensor  # [N, γ]
-    log_q: Tensor  # [N, γ, V]
-    log_p: Tensor  # [N, γ+1, V]
-    drafted: Tensor  # [N]
-
-    def __call__(self, u_accept: Tensor, u_final: Tensor) -> tuple[Tensor, Tensor]:
-        shape = u_final.shape
-        row = torch.arange(shape[0]).repeat_interleave(u_final[0].numel())  # [N * ...]
-        flat = u_accept.reshape(len(row), self.draft.shape[1]), u_final.reshape(-1)
-        laws = self.draft[row], self.log_q[row], self.log_p[row]
-        accepted, following = self.rule(*laws, *flat, self.drafted[row])
-        return accepted.view(shape), following.view(shape)
-
-
-def _accept_cuts(rounds: _Rounds) -> Tensor:
-    """The threshold of each acceptance uniform, `[N, γ]`; 1 where it changes nothing.
-
-    A threshold may show only while others pass or fail, so all corners of the others are tried.
-    ValueError if two corners disagree: then the rule is more than one threshold per uniform.
-    """
-    count, gamma = rounds.draft.shape
-    others = list(itertools.product((0.0, BELOW_ONE), repeat=max(gamma - 1, 0)))
-    cuts = torch.ones(count, gamma, dtype=torch.float64)
-    for i in range(gamma):
-        corners = torch.tensor([(*c[:i], 0.0, *c[i:]) for c in others], dtype=torch.float64)
-        u_accept = corners.expand(count, -1, -1)  # [N, C, γ]
-
-        def accepted(u: Tensor, i: int = i, u_accept: Tensor = u_accept) -> Tensor:
-            moved = u_accept.clone()
-            moved[..., i] = u
-            return rounds(moved, torch.full_like(u, 0.5))[0]
-
-        zero = torch.zeros(u_accept.shape[:2], dtype=torch.float64)
-        at_zero = accepted(zero)  # [N, C]
-        shows = at_zero != accepted(zero + BELOW_ONE)
-        found = _bisect(zero.shape, lambda u: accepted(u) == at_zero)  # noqa: B023
-        if (found.where(shows, -1.0).amax(1) - found.where(shows, 2.0).amin(1)).max() > 1e-9:
-            raise ValueError(f"acceptance uniform {i} has no single threshold")
-        cuts[:, i] = torch.where(shows.any(1), found.where(shows, -1.0).amax(1), 1.0)
-    return cuts
 
 
 def outcome_law(rule: Rule, draft: Tensor, log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
     """P(accepted = a, next = v) of one round for given drafts, `[N, γ+1, V]` float64.
 
-    `draft` [N, γ], `log_q` [N, γ, V], `log_p` [N, γ+1, V], `drafted` [N]. The rule must compare
-    each acceptance uniform with one threshold, and draw the next token by inverse CDF. Both are
-    checked at random points; ValueError if they fail.
+    `draft` [N, γ], `log_q` [N, γ, V], `log_p` [N, γ+1, V], `drafted` [N].
     """
-    rounds = _Rounds(rule, draft, log_q, log_p, drafted)
-    gamma, size = draft.shape[1], log_p.shape[-1]
-    cuts = _accept_cuts(rounds)
-    passes = torch.tensor(list(itertools.product((True, False), repeat=gamma)), dtype=torch.bool)
-    passes = passes.view(2**gamma, gamma)  # [C, γ], also for γ = 0
-    inside = torch.where(
-        passes, cuts[:, None] / 2, (cuts[:, None] + 1).clamp_max(2 * BELOW_ONE) / 2
-    )
-    volume = torch.where(passes, cuts[:, None], 1 - cuts[:, None]).prod(-1)  # [N, C]
-    accepted, _ = rounds(inside, torch.full_like(volume, 0.5))
-
-    spread = inside[:, :, None].expand(-1, -1, size - 1, -1)  # [N, C, V-1, γ]
-    bound = torch.arange(size - 1)
-    steps = _bisect(spread.shape[:3], lambda u: rounds(spread, u)[1] <= bound)  # [N, C, V-1]
-    ends = torch.nn.functional.pad(steps, (1, 0)), torch.nn.functional.pad(steps, (0, 1), value=1.0)
-    following = ends[1] - ends[0]  # [N, C, V]
-    _spot_check(rounds, cuts, accepted, steps)
-    chosen = torch.nn.functional.one_hot(accepted, gamma + 1).double()  # [N, C, γ+1]
-    return torch.einsum("nc,nca,ncv->nav", volume, chosen, following)
-
-
-def _spot_check(rounds: _Rounds, cuts: Tensor, accepted: Tensor, steps: Tensor) -> None:
-    """Compare the cells (`cuts` [N, γ], `accepted` [N, C], `steps` [N, C, V-1]) with the rule."""
-    generator = torch.Generator().manual_seed(0)
-    (count, gamma), points = cuts.shape, 16
-    u_accept = torch.rand(count, points, gamma, generator=generator, dtype=torch.float64)
-    u_final = torch.rand(count, points, generator=generator, dtype=torch.float64)
-    place = 2 ** torch.arange(gamma - 1, -1, -1)  # passes are listed with True first
-    cell = ((u_accept >= cuts[:, None]).long() * place).sum(-1)  # [N, points]
-    bounds = steps.gather(1, cell[..., None].expand(-1, -1, steps.shape[-1]))
-    expected = accepted.gather(1, cell), (u_final[..., None] >= bounds).sum(-1)
-    got = rounds(u_accept, u_final)
-    if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-        raise ValueError("the rule is not made of one threshold per uniform and an inverse CDF")
+    count, gamma = draft.shape
+    law = torch.zeros(count, gamma + 1, log_p.shape[-1], dtype=torch.float64)
+    every = branches(count, lambda draws, n: rule(draft[n], log_q[n], log_p[n], drafted[n], draws))
+    for (accepted, following), case, chance in every:
+        law.index_put_((case, accepted, following), chance, accumulate=True)
+    return law
 
 
 @dataclass(frozen=True)
@@ -139,9 +52,9 @@ class DecodingLaw:
 
 
 def target_law(
-    p: Callable[[Tokens], Tensor], max_tokens: int, eos: int | None = None
+    p: Callable[[Tokens], Tensor], max_tokens: int, eos: Sequence[int] = ()
 ) -> dict[Tokens, float]:
-    """Law of the outputs of plain sampling; `p(history)` is [V]."""
+    """Law of the outputs of plain sampling, ending at any of `eos`; `p(history)` is [V]."""
     done: dict[Tokens, float] = {}
     open_: dict[Tokens, float] = {(): 1.0}
     for _ in range(max_tokens):
@@ -151,8 +64,8 @@ def target_law(
             for token, chance in enumerate(p(prefix))
             if chance > 0
         }
-        done |= {x: mass for x, mass in grown.items() if x[-1] == eos}
-        open_ = {x: mass for x, mass in grown.items() if x[-1] != eos}
+        done |= {x: mass for x, mass in grown.items() if x[-1] in eos}
+        open_ = {x: mass for x, mass in grown.items() if x[-1] not in eos}
     return done | open_
 
 
@@ -163,7 +76,7 @@ def decoding_law(
     *,
     num_draft_tokens: int,
     max_tokens: int,
-    eos: int | None = None,
+    eos: Sequence[int] = (),
     submitted: Callable[[Tokens, Tokens], int] | None = None,
 ) -> DecodingLaw:
     """Enumerate speculative decoding over every draft and every outcome of `rule`.
@@ -175,7 +88,7 @@ def decoding_law(
     """
     size = len(p(()))
     rows: list[tuple[Tokens, Tokens]] = []  # (prefix, draft)
-    ordinary = [token for token in range(size) if token != eos]
+    ordinary = [token for token in range(size) if token not in eos]
     for length in range(max_tokens):
         room = min(num_draft_tokens, max_tokens - length - 1)
         for prefix in itertools.product(ordinary, repeat=length):
@@ -204,7 +117,7 @@ def _propagate(
     drafted: Sequence[int],
     outcomes: Tensor,
     max_tokens: int,
-    eos: int | None,
+    eos: Sequence[int],
 ) -> DecodingLaw:
     """Chain rounds: rows come by growing prefix, so a prefix's mass is complete when reached."""
     gamma = outcomes.shape[1] - 1
@@ -220,13 +133,67 @@ def _propagate(
         for a, token in outcomes[n].nonzero().tolist():
             weight = reached * float(outcomes[n, a, token])
             emitted = (*draft[:a], token)
-            if eos in emitted:
-                emitted = emitted[: emitted.index(eos) + 1]
+            stop = next((i for i, t in enumerate(emitted) if t in eos), len(emitted))
+            emitted = emitted[: stop + 1]
             for k in range(min(a, len(emitted))):
                 kept[k] += weight
             mass[prefix + emitted] = mass.get(prefix + emitted, 0.0) + weight
-    outputs = {x: w for x, w in mass.items() if x and (len(x) == max_tokens or x[-1] == eos)}
+    outputs = {x: w for x, w in mass.items() if x and (len(x) == max_tokens or x[-1] in eos)}
     return DecodingLaw(outputs, rounds, tuple(attempts), tuple(kept))
+
+
+def loop_law(
+    target: Target,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    drafter: Drafter | None,
+    rows: int = 4096,
+) -> list[DecodingLaw]:
+    """What the decode loop itself does with each request: every branch of chance, played.
+
+    Up to `rows` branches, of all the requests, share a batch, so rows finish at different times
+    and lie beside rows of other requests. The first token, which comes from prefill, is in the
+    outputs, but is no round.
+    """
+    gamma = settings.num_draft_tokens
+    mass: list[dict[Tokens, float]] = [{} for _ in requests]
+    sums = torch.zeros(len(requests), 1 + 2 * gamma, dtype=torch.float64)
+    every = branches(
+        len(requests),
+        lambda draws, case: decode(
+            target, [requests[c] for c in case.tolist()], settings, drafter, draws=draws
+        ),
+        rows,
+    )
+    for outputs, case, chance in every:
+        for out, c, weight in zip(outputs, case.tolist(), chance.tolist(), strict=True):
+            ids = tuple(out.ids)
+            mass[c][ids] = mass[c].get(ids, 0.0) + weight
+            sums[c, 0] += weight * len(out.rounds)
+            for drafted, accepted in out.rounds:
+                sums[c, 1 : 1 + drafted] += weight
+                sums[c, 1 + gamma : 1 + gamma + accepted] += weight
+    return [
+        DecodingLaw(m, s[0], tuple(s[1 : 1 + gamma]), tuple(s[1 + gamma :]))
+        for m, s in zip(mass, sums.tolist(), strict=True)
+    ]
+
+
+@torch.inference_mode()
+def plain_law(target: Target, request: Request, max_tokens: int) -> dict[Tokens, float]:
+    """Law of the target's own outputs, from its teacher-forced logits alone."""
+    model = target.model
+    rules = Processor(
+        request.rules, len(request.ids), target.eos_ids, target.tokenizer, target.vocab_size
+    )
+
+    def p(history: Tokens) -> Tensor:
+        ids = [*request.ids, *history]
+        out = model(input_ids=torch.tensor([ids], device=target.device), use_cache=False)
+        logits = rules(ids, out.logits[0, -1, : target.vocab_size])
+        return log_probs(logits, request.law).double().exp()
+
+    return target_law(p, max_tokens, target.eos_ids)
 
 
 def total_variation(a: Mapping[Tokens, float], b: Mapping[Tokens, float]) -> float:

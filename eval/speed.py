@@ -17,7 +17,8 @@ from ..data.gather import Request
 from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
-from .decode import Clock, DecodeSettings, decode
+from .decode import DecodeSettings, decode
+from .draft import Clock
 from .intervals import Interval, speedup_interval
 
 _REPEATS = 9

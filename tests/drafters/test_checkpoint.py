@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import propose
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -54,7 +55,7 @@ def drafted(drafter: Drafter) -> Tensor:
         state = drafter.start(1, 16)
         drafter.prefill(state, ids, [5], taps)
         drafter.commit(state, torch.tensor([[21]]), [1], taps[:, -1:])
-        drafter.propose(state, 2, draw)
+        propose(drafter, state, 2, draw)
     drafter.train(training)
     return torch.stack(logits)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from drafting import propose
 from torch import Tensor
 
 from draftsmith.data.gather import recompute_states
@@ -140,7 +141,7 @@ class Decoding:
             return torch.tensor(tokens)
 
         with torch.no_grad():
-            drafted = self.drafter.propose(self.state, STEPS, draw)
+            drafted = propose(self.drafter, self.state, STEPS, draw)
         assert drafted.shape == (len(self.records), STEPS)
         return [
             {(self.places[b], self.said[b] + k): row for b, row in enumerate(step)}
@@ -239,7 +240,7 @@ def test_a_target_in_low_precision(tiny_target: Target, load_tiny: Callable[...,
         n = one.prompt_len
         drafter.prefill(state, one.ids[None, :n], [n], half[:, :n])
         drafter.commit(state, one.ids[None, n : n + 1], [1], half[:, n - 1 : n])
-        drafted = drafter.propose(state, 2, lambda logits, k: drafter.draft_ids[logits.argmax(-1)])
+        drafted = propose(drafter, state, 2, lambda logits, k: drafter.draft_ids[logits.argmax(-1)])
     assert set(drafted.flatten().tolist()) <= set(drafter.draft_ids.tolist())
 
 

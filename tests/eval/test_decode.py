@@ -12,8 +12,10 @@ from draftsmith.data.gather import Request
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law, log_probs
 from draftsmith.drafters.base import Drafter
-from draftsmith.eval.decode import Clock, DecodeSettings, Output, decode
+from draftsmith.eval.decode import DecodeSettings, decode
+from draftsmith.eval.draft import Clock
 from draftsmith.eval.lossless import Tokens, chi_square, target_law
+from draftsmith.eval.rows import Output
 
 KINDS = ["eagle3", "eagle3 reduced", "causal", "causal reduced", "self"]
 LENGTHS = [1, 9, 4, 17]
@@ -277,7 +279,7 @@ def exact_law(
             known[history] = log_probs(logits[: target.vocab_size], law).double().exp()
         return known[history]
 
-    return target_law(p, limit, eos)
+    return target_law(p, limit, () if eos is None else (eos,))
 
 
 # ---- clock and refusals
@@ -308,11 +310,12 @@ def test_what_cannot_be_decoded_is_refused(
     small_target: Target, make_requests: MakeRequests
 ) -> None:
     settings = DecodeSettings(4, 0)
-    one, other = (make_requests(small_target, [3], Law(t))[0] for t in (0.0, 1.0))
-    with pytest.raises(UserError, match=r"one law, got \['T=0', 'T=1'\]"):
-        decode(small_target, [one, other], settings)
+    (one,) = make_requests(small_target, [3])
     empty = Request(**{**one.__dict__, "ids": ()})
     with pytest.raises(UserError, match="without any token"):
         decode(small_target, [one, empty], settings)
+    full = Request(**{**one.__dict__, "ids": (3,) * 256})
+    with pytest.raises(UserError, match="has 256 tokens, the target's context holds 256"):
+        decode(small_target, [one, full], settings)
     with pytest.raises(UserError, match="unknown verifier 'tokens' "):
         DecodeSettings(4, 2, "tokens")

@@ -11,8 +11,9 @@ from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law, log_probs
 from draftsmith.drafters.base import Drafter
-from draftsmith.eval.decode import DecodeSettings, Output, decode
+from draftsmith.eval.decode import DecodeSettings, decode
 from draftsmith.eval.estimate import captured_mass, estimate, overlap_bounds, overlap_interval
+from draftsmith.eval.rows import Output
 from draftsmith.train.score import Conversation, expected, score
 
 LIMIT = 16

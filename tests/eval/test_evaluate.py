@@ -31,6 +31,7 @@ from draftsmith.drafters.checkpoint import save_drafter, weights_hash
 from draftsmith.eval import evaluate as module
 from draftsmith.eval import verify
 from draftsmith.eval.decode import RULES
+from draftsmith.eval.draws import Draws
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
 
@@ -156,7 +157,7 @@ def test_every_way_of_serving_has_its_expected_length(report: dict[str, Any]) ->
         if cell["law"] == "T=0":
             assert ways == {}, "all are the same"
             continue
-        assert ways["sampled, token"] == cell["tokens_per_round_estimated"]["value"]
+        assert ways["sampled, block"] == cell["tokens_per_round_estimated"]["value"]
         assert ways["sampled, block"] >= ways["sampled, token"] - 1e-9, "block accepts no less"
         assert set(ways) == {"sampled, token", "sampled, block", "greedy"}
         assert 1.0 <= ways["greedy"] <= GAMMA + 1
@@ -376,7 +377,7 @@ def test_a_draft_decoded_otherwise_than_trained_rings(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding never accepts, the estimate knows that it should."""
-    monkeypatch.setitem(RULES, "token", refuse_everything)
+    monkeypatch.setitem(RULES, "block", refuse_everything)
     monkeypatch.setattr(
         verify, "greedy", lambda draft, argmax, drafted: (torch.zeros_like(drafted), argmax[:, 0])
     )
@@ -386,6 +387,6 @@ def test_a_draft_decoded_otherwise_than_trained_rings(
 
 
 def refuse_everything(
-    draft: Tensor, log_q: Tensor, log_p: Tensor, u: Tensor, u_final: Tensor, drafted: Tensor
+    draft: Tensor, log_q: Tensor, log_p: Tensor, drafted: Tensor, draws: Draws
 ) -> Any:
-    return verify.token(draft[:, :0], log_q[:, :0], log_p[:, :1], u[:, :0], u_final, 0 * drafted)
+    return verify.token(draft[:, :0], log_q[:, :0], log_p[:, :1], 0 * drafted, draws)

@@ -10,7 +10,9 @@ from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.eval import speed
-from draftsmith.eval.decode import Clock, DecodeSettings, Output
+from draftsmith.eval.decode import DecodeSettings
+from draftsmith.eval.draft import Clock
+from draftsmith.eval.rows import Output
 from draftsmith.eval.speed import Cost, calibrate, generate_ratio, measure_rows, time_cell
 
 MakeDrafter = Callable[[str, Target], Drafter]

@@ -56,7 +56,7 @@ class Samples:
 def every_sample(
     p: Callable[..., Tensor], q: Callable[..., Tensor], max_tokens: int, gamma: int
 ) -> Samples:
-    outputs = target_law(p, max_tokens, EOS)
+    outputs = target_law(p, max_tokens, (EOS,))
     log_ratio = torch.full((len(outputs), max_tokens, gamma), 7.0, dtype=torch.float64)  # padding
     for b, x in enumerate(outputs):
         for s, k in itertools.product(range(len(x)), range(gamma)):
@@ -94,7 +94,7 @@ def test_estimates_equal_the_decoding_process(rule: str, gamma: int) -> None:
     max_tokens = 6 if gamma < 3 else 5
     accept, survival = RULES[rule]
     p, q = table(1), table(2)
-    law = decoding_law(p, q, accept, num_draft_tokens=gamma, max_tokens=max_tokens, eos=EOS)
+    law = decoding_law(p, q, accept, num_draft_tokens=gamma, max_tokens=max_tokens, eos=(EOS,))
     samples = every_sample(p, q, max_tokens, gamma)
     check(samples, survival(samples.log_ratio), law, max_tokens)
 
@@ -130,7 +130,7 @@ def test_estimates_equal_a_process_written_from_scratch() -> None:
 def test_greedy_drafts_against_a_sampling_target(gamma: int) -> None:
     """A one-hot q survives exactly while it equals x."""
     p, q = table(5), table(6, one_hot=True)
-    law = decoding_law(p, q, verify.token, num_draft_tokens=gamma, max_tokens=5, eos=EOS)
+    law = decoding_law(p, q, verify.token, num_draft_tokens=gamma, max_tokens=5, eos=(EOS,))
     samples = every_sample(p, q, 5, gamma)
     match = (samples.log_ratio > -math.inf).double()
     for survival in (al.survival_token, al.survival_block):
@@ -219,7 +219,7 @@ def test_gradient_of_rounds(survival: Callable[[Tensor], Tensor]) -> None:
 def test_gradient_of_rounds_through_the_draft() -> None:
     """d E[rounds] / d logits by enumeration is the derivative of the true process."""
     p, max_tokens, gamma = table(7), 4, 2
-    outputs = target_law(p, max_tokens, EOS)
+    outputs = target_law(p, max_tokens, (EOS,))
     tokens = [torch.tensor(x) for x in outputs]
     padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # [B, N]
     length = torch.tensor([len(x) for x in outputs])
@@ -235,7 +235,7 @@ def test_gradient_of_rounds_through_the_draft() -> None:
 
     def true(z: Tensor) -> float:
         q = z.softmax(-1)
-        options = {"num_draft_tokens": gamma, "max_tokens": max_tokens, "eos": EOS}
+        options = {"num_draft_tokens": gamma, "max_tokens": max_tokens, "eos": (EOS,)}
         return decoding_law(p, lambda *_: q, verify.token, **options).rounds  # type: ignore[arg-type]
 
     z = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
