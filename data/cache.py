@@ -111,7 +111,7 @@ class SlabCache(Cache):
         self.window: int | None = getattr(text, "sliding_window", None)
         if not getattr(text, "use_sliding_window", True):
             self.window = None
-        kinds = getattr(text, "layer_types", None)
+        kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
         if kinds is not None and not set(kinds) <= _ATTENTION:
             raise UserError(
                 f"model type '{text.model_type}' has layers of kind "
@@ -120,7 +120,8 @@ class SlabCache(Cache):
             )
         self.kinds: tuple[str, ...] = tuple(sorted(set(kinds))) if kinds else ()
         learned = getattr(text, "rope_parameters", None) is None
-        self.positions: int | None = text.max_position_embeddings if learned else None
+        known = getattr(text, "max_position_embeddings", None)
+        self.positions: int | None = known if learned else None
         self.slabs = [_SlabLayer(self) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=list(self.slabs))
         self.device = device

@@ -99,14 +99,3 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def same_tokens(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
-    """None where every id means the same token to both, else the first id that does not."""
-    tokens_a, tokens_b = ({i: t for t, i in side.get_vocab().items()} for side in (a, b))
-    for token_id in sorted(tokens_a.keys() | tokens_b.keys()):
-        said_a, said_b = tokens_a.get(token_id), tokens_b.get(token_id)
-        if said_a != said_b:
-            texts = ("no token" if said is None else repr(said) for said in (said_a, said_b))
-            return f"id {token_id} is {' in one tokenizer and '.join(texts)} in the other"
-    return None

@@ -72,6 +72,8 @@ def speed_up_few_rows(*modules: nn.Module) -> None:
         for layer in module.modules():
             if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
                 continue
+            if type(layer.weight) is not nn.Parameter:  # quantised
+                continue
             if layer.weight.dtype == torch.float32:
                 _convert(layer)
 

@@ -24,10 +24,7 @@ from . import embedded
 from .cache import Branch, SlabCache
 from .chat import template_hash, tokenizer_hash
 from .linear import speed_up_few_rows
-
-_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 1e-3  # of the largest logit, in float32
-_PROBE_ROUNDINGS = 8  # in low precision: so many units of the dtype's own rounding
+from .probe import check_family
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,12 @@ class Target:
     _hooked: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if getattr(self.model, "_is_stateful", False):
+            raise UserError(
+                f"target '{self.provenance['name']}' ({self.model.config.model_type}) keeps a "
+                "recurrent state, which cannot be cut back; only attention models can be decoded "
+                "speculatively"
+            )
         self.body = self.model.get_decoder()
         head = self.model.get_output_embeddings()
         if head is None or self.body is self.model:
@@ -70,7 +73,7 @@ class Target:
                 "separate language-model head; draftsmith needs a decoder-only causal LM"
             )
         self.head = cast(nn.Linear, head)  # or what has its weight and bias
-        self.vocab_size = min(self.vocab_size, self.head.weight.shape[0])
+        self.vocab_size = min(self.vocab_size, self.head.out_features)
         self.layers = _decoder_layers(self.body, self.num_layers)
 
     @property
@@ -135,7 +138,7 @@ class Target:
 
         float32, or float64 where the head is.
         """
-        hidden = hidden.to(self.head.weight.dtype)  # stored states are float32 whatever the head is
+        hidden = hidden.to(self.dtype)  # stored states are float32 whatever the head is
         logits = self.head(hidden)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return self.finish_logits(logits)[..., : self.vocab_size]
@@ -199,7 +202,7 @@ def load_target(section: TargetSection, few_rows: bool = True) -> Target:
         vocab_size=len(tokenizer),
     )
     _describe(target)
-    _check_rebuild(target)
+    check_family(target)
     if few_rows:
         speed_up_few_rows(model)
     return target
@@ -237,7 +240,7 @@ def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrain
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"cannot load target '{section.name}': {reason}; target.name takes "
@@ -287,10 +290,19 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return ()
 
 
+def _quantisation(config: Any) -> str | None:
+    """How transformers says that it stores the weights."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    return None if found is None else str(getattr(method, "quant_method", method))
+
+
 def _describe(target: Target) -> None:
     config = target.model.config
     digest = hashlib.sha256()
     for name, tensor in sorted(target.model.state_dict().items()):
+        if type(tensor) not in (Tensor, nn.Parameter):  # a quantised kind of its own
+            tensor = tensor.dequantize()
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().flatten()
         step = max(
@@ -299,27 +311,11 @@ def _describe(target: Target) -> None:
         digest.update(flat[::step].float().cpu().numpy().tobytes())
     target.provenance |= {
         "model_type": config.model_type,
-        "parameters": sum(p.numel() for p in target.model.parameters()),
+        "parameters": target.model.num_parameters(),
+        "quantisation": target.provenance["quantisation"] or _quantisation(config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "weights": digest.hexdigest()[:16],
         "tokenizer": tokenizer_hash(target.tokenizer),
         "template": template_hash(target.tokenizer),
         "vocab_size": target.vocab_size,
     }
-
-
-@torch.no_grad()
-def _check_rebuild(target: Target) -> None:
-    """Refuse a family whose logits are not head(final state), see field report B037."""
-    ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] % target.vocab_size
-    theirs = target.model(input_ids=ids, use_cache=False).logits.float()
-    cache = target.new_cache(1, _PROBE_TOKENS)
-    ours = target.logits(target.forward(ids, cache).hidden)
-    worst = (theirs[..., : target.vocab_size] - ours).abs().max().item()
-    allowed = max(_PROBE_TOLERANCE, _PROBE_ROUNDINGS * torch.finfo(target.dtype).eps)
-    if not worst < allowed * max(1.0, theirs.abs().max().item()):
-        raise UserError(
-            f"target '{target.provenance['name']}' ({target.model.config.model_type}): its logits "
-            f"cannot be rebuilt from its final hidden state (they differ by {worst:.3g}); this "
-            "family is not supported"
-        )

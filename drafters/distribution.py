@@ -26,14 +26,19 @@ class DraftVocabularyP:
     @property
     def width(self) -> int:
         """Width of the widest rows that are formed."""
-        narrow = self.draft_ids is not None and self.law == Law(1.0)
-        return len(self.draft_ids) if narrow else self.target.vocab_size  # type: ignore[arg-type]
+        return len(self.draft_ids) if self._narrow else self.target.vocab_size  # type: ignore[arg-type]
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether single rows of the target's head are enough, and can be read."""
+        dense = self.target.head.weight.is_floating_point()
+        return self.draft_ids is not None and self.law == Law(1.0) and dense
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, log_z: Tensor) -> Tensor:
         """`[R, h]`, `[R]` → log p `[R, V_d]`, gathered and never renormalised."""
         with torch.autocast(hidden.device.type, enabled=False):  # p is what was sampled, exactly
-            if self.draft_ids is not None and self.law == Law(1.0):
+            if self._narrow:
                 return self._rows(hidden) - log_z[:, None]
             log_p = log_probs(self.target.logits(hidden), self.law)  # [R, V]
             return log_p if self.draft_ids is None else log_p[:, self.draft_ids]

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
+from ..data.dense import dense_weight
 from ..data.target import Target
 from .base import Step, TrainBatch, supervised_at, token_index
 from .vocab import check_floor
@@ -162,7 +163,7 @@ class Eagle3Drafter(nn.Module):
         drafter = cls(_llama_config(target), config.resolved_taps(target.num_layers), draft_ids)
         embedding = target.embedding.detach()[: drafter.config.vocab_size]
         drafter.embed_tokens.weight.data.copy_(embedding)
-        drafter.lm_head.weight.data.copy_(target.head.weight.detach()[draft_ids])
+        drafter.lm_head.weight.data.copy_(dense_weight(target.head, target.dtype)[draft_ids])
         std = float(getattr(target.text_config, "initializer_range", 0.02))
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2 and not name.startswith(("lm_head", "embed_tokens")):
@@ -317,7 +318,7 @@ def _llama_config(target: Target) -> LlamaConfig:
         "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
         "num_hidden_layers": 1,
         "rms_norm_eps": getattr(source, "rms_norm_eps", 1e-5),
-        "vocab_size": int(target.head.weight.shape[0]),
+        "vocab_size": target.head.out_features,
         "max_position_embeddings": target.max_positions or 2048,
         "rope_parameters": _rope(source),
         "tie_word_embeddings": False,
@@ -350,7 +351,7 @@ def _copy_last_layer(drafter: Eagle3Drafter, target: Target) -> None:
     noise throughout.
     """
     layer, final = target.layers[-1], getattr(target.body, "norm", None)
-    theirs, mine = layer.state_dict(), drafter.midlayer.state_dict()
+    theirs, mine = _weights(layer, target.dtype), drafter.midlayer.state_dict()
     h = drafter.config.hidden_size
     pairs = {f"{name}.weight": theirs.get(f"{source}.weight") for name, source in _COPIED.items()}
     halves = {f"{name}.weight": theirs.get(f"{name}.weight") for name in _HALF_COPIED}
@@ -366,6 +367,18 @@ def _copy_last_layer(drafter: Eagle3Drafter, target: Target) -> None:
         mine[name][:, h:].copy_(weight)
     drafter.fc.weight.data[:, -h:] += torch.eye(h)
     drafter.norm.load_state_dict(final.state_dict())
+
+
+def _weights(layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The layer's weights by name, of linear ones as they multiply."""
+    found = {}
+    for name, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Linear):
+            found[f"{name}.weight"] = dense_weight(module, dtype)
+        elif isinstance(weight, Tensor):
+            found[f"{name}.weight"] = weight
+    return found
 
 
 @torch.no_grad()

@@ -82,22 +82,6 @@ class Tree:
     log_q: Tensor | None = None
 
 
-def ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Depth of each node `[B, N]`, and which nodes it sees: bool `[B, N, N]`.
-
-    A node sees itself and its ancestors: `visible[b, i, j]` is true if j is on i's path. Children
-    of the root have depth 1. `parents` [B, N] as in `Tree`.
-    """
-    batch, count = parents.shape
-    visible = parents.new_zeros(batch, count, count + 1, dtype=torch.bool)  # last: node 0 is root
-    above = torch.nn.functional.pad(parents + 1, (1, 0))  # [B, N+1], the root is its own parent
-    at = torch.arange(1, count + 1, device=parents.device).expand(batch, -1)  # [B, N]
-    while at.any():
-        visible.scatter_(2, at[..., None], True)
-        at = above.gather(1, at)
-    return visible[..., 1:].sum(2), visible[..., 1:]
-
-
 def grow(
     first: Tensor,
     extend: Extend,

@@ -12,7 +12,6 @@ from draftsmith.configs.errors import UserError
 from draftsmith.data.chat import (
     _warn_ignored,
     render_prompt,
-    same_tokens,
     template_hash,
     tokenizer_hash,
 )
@@ -140,19 +139,3 @@ def test_tokenizer_hash(
     assert tokenizer_hash(tokenizer) == before
     tokenizer.add_tokens(["<|extra|>"])
     assert tokenizer_hash(tokenizer) != before
-
-
-def test_same_tokens(
-    tokenizer: PreTrainedTokenizerFast, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    assert same_tokens(tokenizer, tiny_tokenizer) is None
-    size = len(tokenizer)
-    tokenizer.add_tokens(["<|extra|>"])
-    assert same_tokens(tiny_tokenizer, tokenizer) == (
-        f"id {size} is no token in one tokenizer and '<|extra|>' in the other"
-    )
-    swapped = copy.deepcopy(tiny_tokenizer)
-    swapped.add_tokens(["<|other|>"])
-    assert same_tokens(tokenizer, swapped) == (
-        f"id {size} is '<|extra|>' in one tokenizer and '<|other|>' in the other"
-    )
