@@ -55,6 +55,27 @@ class LawSection:
 
 
 @dataclass(frozen=True)
+class TreeSection:
+    """Drafting trees instead of chains, no deeper than num_draft_tokens."""
+
+    width: int = 4
+    """Nodes of each depth that are drafted on from, the most probable ones."""
+    budget: int = 8
+    """Nodes that are verified in one pass, the most probable ones of all."""
+    children: int | None = None
+    """Most probable continuations of each node that is drafted on from; null takes width."""
+    sampled: tuple[int, ...] = ()
+    """Children by depth, drawn from the draft's law: a fixed shape instead of the above."""
+
+    def __post_init__(self) -> None:
+        require(self.width > 0, "width", self.width, "above 0")
+        require(self.budget > 0, "budget", self.budget, "above 0")
+        ok = self.children is None or self.children > 0
+        require(ok, "children", self.children, "above 0, or null")
+        require(all(n > 0 for n in self.sampled), "sampled", list(self.sampled), "numbers above 0")
+
+
+@dataclass(frozen=True)
 class ServingSection:
     """How the target will be served, which is how the drafter is evaluated."""
 
@@ -63,12 +84,19 @@ class ServingSection:
     num_draft_tokens: int = 2
     """Tokens drafted in a round."""
     verifier: Literal["token", "block"] = "block"
-    """The acceptance rule above temperature 0: token by token, or the whole block at once."""
+    """The acceptance rule of chains above temperature 0: token by token, or the whole block."""
     drafting: Literal["sampled", "greedy"] = "sampled"
     """Whether drafts are sampled from the draft's own law, or always its most probable token."""
+    policy: dict[str, Any] | None = None
+    """What ends a draft early, by name with its options: confidence, adaedl or cost_model (which
+    is calibrated on training prompts); null never does."""
+    tree: TreeSection | None = None
+    """Trees instead of chains, with a verifier of their own; null drafts chains."""
 
     def __post_init__(self) -> None:
         require(len(self.laws) > 0, "laws", [], "a list of at least one law")
+        ok = self.policy is None or self.tree is None
+        require(ok, "policy", self.policy, "null where there is a tree: it is for chains")
         ok = self.num_draft_tokens >= 1
         require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
 

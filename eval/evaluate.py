@@ -5,13 +5,12 @@ Work that takes long is kept part by part in the run's folder and not repeated a
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -26,32 +25,31 @@ from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
-from ..train.score import Conversation, Drafting, expected, score
+from ..train.score import Conversation, Drafting, score
+from .cells import Cell, cell_row, cost_rows, sweep_row
 from .decode import DecodeSettings, decode
-from .estimate import captured_mass, estimate, overlap_interval
-from .intervals import ratio_interval
+from .estimate import estimate
+from .gamma import AnyPolicy, as_mapping, make_policy
 from .lossless import greedy_equality
 from .provenance import provenance
 from .rows import Output
-from .speed import Cost, Timing, calibrate, generate_ratio, measure_rows, time_cell
+from .serving import CALIBRATED, policy_of, settings
+from .speed import (
+    Cost,
+    Timing,
+    TreeCost,
+    calibrate,
+    calibrate_tree,
+    generate_ratio,
+    measure_rows,
+    measure_tree,
+    time_cell,
+)
 
 _DRAFTING = {
     "sampled": "warped by the serving law, like the target; argmax at T=0",
     "greedy": "always the draft's most probable token",
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One domain under one law, with its held-out records."""
-
-    domain: str
-    law: Law
-    records: list[Record]
-
-    @property
-    def name(self) -> str:
-        return f"{self.domain} {self.law.label}"
 
 
 def evaluate(
@@ -70,16 +68,20 @@ def evaluate(
     run = _Run(recipe, target, drafter, folder, console, limit)
     lengths = sorted({*recipe.eval.sweep, recipe.serving.num_draft_tokens})
     scores = {c.name: run.scores(c, max(lengths)) for c in cells}
+    calibration = _calibration(recipe, store, cells)
+    costs, trees = run.costs(cells, calibration, lengths)
+    run.set_policies(cells, calibration, costs)
     outputs = run.outputs(cells)
-    costs, timings, ratio = run.speed(cells, _calibration(recipe, store, cells), lengths)
+    timings, ratio = run.speed(cells, calibration)
     rows = []
     sweep = []
     for cell in cells:
         cost, timing = costs.get(cell.law.label), timings.get(cell.name)
         servings = run.servings(cell, scores[cell.name])
-        rows.append(_cell_row(recipe, cell, scores[cell.name], servings, outputs, cost, timing))
+        served = trees.get(cell.law.label, cost)
+        rows.append(cell_row(recipe, cell, scores[cell.name], servings, outputs, served, timing))
         if cost is not None and timing is not None:
-            sweep.append(_sweep_row(recipe, cell, scores[cell.name], cost, timing, lengths))
+            sweep.append(sweep_row(recipe, cell, scores[cell.name], cost, timing, lengths))
     return {
         "format": 1,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -88,13 +90,15 @@ def evaluate(
             "num_draft_tokens": recipe.serving.num_draft_tokens,
             "verifier": recipe.serving.verifier,
             "draft_sampling": _DRAFTING[recipe.serving.drafting],
+            "policy": run.policy_names(),
+            "tree": None if recipe.serving.tree is None else asdict(recipe.serving.tree),
             "max_new_tokens": limit,
             "timing_prompts": recipe.eval.timing_prompts,
             "timing_tokens": recipe.eval.timing_tokens,
         },
         "cells": rows,
         "sweep": sweep,
-        "cost": _cost_rows(costs, ratio),
+        "cost": cost_rows(costs, trees, ratio),
         "lossless": _lossless(recipe, target, cells, outputs),
         "alarms": _left_out(recipe, records, cells),
         "stages": [],
@@ -160,6 +164,7 @@ class _Run:
     ):
         self.recipe, self.target, self.drafter = recipe, target, drafter
         self.folder, self.console, self.limit = folder, console, limit
+        self.policies: dict[Law, AnyPolicy] = {}
 
     def _part(self, name: str, make: Callable[[], Any]) -> Any:
         path = self.folder / "parts" / f"{name.replace('/', '_')}.json"
@@ -177,7 +182,7 @@ class _Run:
         return score(self.target, self.drafter, cell.records, cell.law, steps, self.limit, drafting)
 
     def servings(self, cell: Cell, scores: list[Conversation]) -> dict[str, Any]:
-        """Expected τ for every way of drawing and verifying drafts; they differ above T = 0."""
+        """Expected τ of chains for every way of drawing and verifying; they differ above T = 0."""
         if cell.law.temperature == 0:
             return {}
         gamma, own = self.recipe.serving.num_draft_tokens, self.recipe.serving.drafting
@@ -191,9 +196,30 @@ class _Run:
             found[name] = tau.to_dict()
         return found
 
-    def _settings(self, tokens: int) -> DecodeSettings:
-        served = self.recipe.serving
-        return DecodeSettings(tokens, served.num_draft_tokens, served.verifier, served.drafting)
+    def _settings(self, tokens: int, law: Law) -> DecodeSettings:
+        return replace(settings(self.recipe.serving, tokens), policy=self.policies.get(law))
+
+    def set_policies(
+        self, cells: Sequence[Cell], calibration: Sequence[Request], costs: dict[str, Cost]
+    ) -> None:
+        """What ends drafts under each law; a calibrated policy is kept, as timings are not."""
+        if self.recipe.serving.policy is None:
+            return
+        for law in dict.fromkeys(c.law for c in cells):
+            make = partial(self._policy, calibration, law, costs.get(law.label))
+            made = self._part(f"policy-{law.label}", make)
+            self.policies[law] = make_policy(made, str(self.folder / "parts"))
+
+    def _policy(
+        self, calibration: Sequence[Request], law: Law, cost: Cost | None
+    ) -> dict[str, Any]:
+        found = policy_of(self.recipe, self.target, self.drafter, calibration, law, cost)
+        return as_mapping(found)
+
+    def policy_names(self) -> dict[str, Any] | None:
+        """Each law's policy, with the figures it was given or calibrated to."""
+        found = {law.label: as_mapping(p) for law, p in self.policies.items()}
+        return found or None
 
     def outputs(self, cells: Sequence[Cell]) -> dict[str, Output]:
         """Speculative outputs of all held-out requests by record key, decoded in batches."""
@@ -212,36 +238,55 @@ class _Run:
 
     def _decode(self, records: Sequence[Record]) -> dict[str, Any]:
         requests = [request_of(r) for r in records]
-        outputs = decode(self.target, requests, self._settings(self.limit), self.drafter)
+        how = self._settings(self.limit, records[0].law)
+        outputs = decode(self.target, requests, how, self.drafter)
         return {r.key: o.__dict__ for r, o in zip(records, outputs, strict=True)}
 
-    def speed(
+    def costs(
         self, cells: Sequence[Cell], calibration: Sequence[Request], lengths: Sequence[int]
-    ) -> tuple[dict[str, Cost], dict[str, Timing], dict[str, Any] | None]:
-        """Costs per law, timings per cell, our plain loop against `generate`."""
+    ) -> tuple[dict[str, Cost], dict[str, TreeCost]]:
+        """Costs of chains by law, and of the recipe's tree if it drafts one."""
+        section, served = self.recipe.eval, self.recipe.serving
+        if section.timing_prompts == 0 and (served.policy or {}).get("name") != CALIBRATED:
+            return {}, {}
+        self.console.print("calibrate costs")
+        context = self._context(calibration)
+        rows = measure_rows(self.target, context, range(1, max(lengths) + 2))
+        how = settings(served, section.timing_tokens // 2)
+        laws = list(dict.fromkeys(c.law for c in cells))
+        chain = replace(how, tree=None)
+        found = {
+            law.label: calibrate(self.target, self.drafter, calibration, law, rows, chain)
+            for law in laws
+        }
+        if how.tree is None:
+            return found, {}
+        v = measure_tree(self.target, context, how.nodes)
+        return found, {
+            law.label: calibrate_tree(self.target, self.drafter, calibration, law, v, how)
+            for law in laws
+        }
+
+    def _context(self, calibration: Sequence[Request]) -> int:
+        return len(calibration[0].ids) + self.recipe.eval.timing_tokens // 2
+
+    def speed(
+        self, cells: Sequence[Cell], calibration: Sequence[Request]
+    ) -> tuple[dict[str, Timing], dict[str, Any] | None]:
+        """Timings per cell, our plain loop against `generate`."""
         section = self.recipe.eval
         if section.timing_prompts == 0:
-            return {}, {}, None
-        self.console.print("calibrate costs")
-        context = len(calibration[0].ids) + section.timing_tokens // 2
-        rows = measure_rows(self.target, context, range(1, max(lengths) + 2))
-        costs = {
-            law.label: calibrate(
-                self.target, self.drafter, calibration, law, rows,
-                self._settings(section.timing_tokens // 2),
-            )
-            for law in dict.fromkeys(c.law for c in cells)
-        }  # fmt: skip
+            return {}, None
         ratio = generate_ratio(self.target, calibration, section.timing_tokens)
         timings = {}
         for cell in cells:
             self.console.print(f"time      {cell.name}")
             requests = [request_of(r) for r in _timed(cell, section)]
             timings[cell.name] = time_cell(
-                self.target, self.drafter, requests, self._settings(section.timing_tokens),
-                section.timed_lengths,
+                self.target, self.drafter, requests,
+                self._settings(section.timing_tokens, cell.law), section.timed_lengths,
             )  # fmt: skip
-        return costs, timings, {**ratio.to_dict(), "context": context}
+        return timings, {**ratio.to_dict(), "context": self._context(calibration)}
 
 
 def _timed(cell: Cell, section: EvalSection) -> list[Record]:
@@ -253,107 +298,6 @@ def _timed(cell: Cell, section: EvalSection) -> list[Record]:
     enough = section.timing_tokens
     ranked = sorted(cell.records, key=lambda r: (-min(len(r.reply), enough), r.key))
     return ranked[: section.timing_prompts]
-
-
-def _cell_row(
-    recipe: Recipe,
-    cell: Cell,
-    scores: Sequence[Conversation],
-    by_serving: dict[str, Any],
-    outputs: dict[str, Output],
-    cost: Cost | None,
-    timing: Timing | None,
-) -> dict[str, Any]:
-    section = recipe.eval
-    gamma = recipe.serving.num_draft_tokens
-    decoded = [outputs[r.key] for r in cell.records if r.key in outputs]
-    known = estimate(scores, gamma, recipe.serving.verifier, section.bootstrap)
-    produced = np.array([len(o.ids) - 1.0 for o in decoded])
-    rounds = np.array([float(len(o.rounds)) for o in decoded])
-    every = [r for o in decoded for r in o.rounds]
-    drafted, accepted = sum(d for d, _ in every), sum(a for _, a in every)
-    speed = None
-    if cost is not None and timing is not None:
-        speed = {
-            "prompts": timing.prompts,
-            "plain_tokens_per_s": timing.plain_tokens_per_s,
-            "speculative_tokens_per_s": timing.fast_tokens_per_s[gamma],
-            "speedup": timing.speedup[gamma].to_dict(),
-            "predicted": cost.speedup([s.value for s in known.survival]),
-        }
-    return {
-        "domain": cell.domain,
-        "law": cell.law.label,
-        "prompts": len(decoded),
-        "tokens": int(produced.sum()),
-        "overlap": overlap_interval(scores, section.bootstrap).to_dict(),
-        "captured_mass": captured_mass(scores),
-        "acceptance_by_position": [_position(every, k) for k in range(1, gamma + 1)],
-        "uncaptured_tokens": sum(c.uncaptured for c in scores),
-        "excluded_samples": sum(c.excluded for c in scores),
-        "survival_estimated": [s.to_dict() for s in known.survival],
-        "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap).to_dict(),
-        "tokens_per_round_estimated": known.tokens_per_round.to_dict(),
-        "tokens_per_round_by_serving": by_serving,
-        "mean_accepted": accepted / max(1, len(every)),
-        "draft_acceptance_rate": accepted / max(1, drafted),
-        "rounds": len(every),
-        "undrafted_rounds": sum(d == 0 for d, _ in every),
-        "speed": speed,
-    }
-
-
-def _position(rounds: Sequence[tuple[int, int]], k: int) -> dict[str, Any]:
-    """Position k: rounds that drafted it, that accepted it, and given acceptance before it."""
-    attempts = sum(d >= k for d, _ in rounds)
-    before = sum(d >= k and a >= k - 1 for d, a in rounds)
-    accepted = sum(a >= k for _, a in rounds)
-    return {
-        "position": k,
-        "attempts": attempts,
-        "accepted": accepted,
-        "conditional": accepted / max(1, before),
-        "survival": accepted / max(1, attempts),
-    }
-
-
-def _sweep_row(
-    recipe: Recipe,
-    cell: Cell,
-    scores: Sequence[Conversation],
-    cost: Cost,
-    timing: Timing,
-    lengths: Sequence[int],
-) -> dict[str, Any]:
-    courses = [expected(scores, g, recipe.serving.verifier) for g in lengths]
-    return {
-        "domain": cell.domain,
-        "law": cell.law.label,
-        "num_draft_tokens": list(lengths),
-        "tokens_per_round_estimated": [c.tokens_per_round for c in courses],
-        "predicted": [cost.speedup(c.survival) for c in courses],
-        "measured": [
-            {"num_draft_tokens": g, **interval.to_dict()}
-            for g, interval in sorted(timing.speedup.items())
-        ],
-    }
-
-
-def _cost_rows(costs: dict[str, Cost], ratio: dict[str, Any] | None) -> dict[str, Any] | None:
-    if not costs or ratio is None:
-        return None
-    first = next(iter(costs.values()))
-    return {
-        "plain_seconds_per_token": first.seconds * (1 + first.o_plain),
-        "rows": sorted(first.v),
-        "v": [first.v[n] for n in sorted(first.v)],
-        "by_law": {
-            label: {"o": c.o, "o_plain": c.o_plain, "c": c.c, "c_first": c.c_first}
-            for label, c in costs.items()
-        },
-        "context": ratio["context"],
-        "generate_ratio": {k: ratio[k] for k in ("value", "low", "high")},
-    }
 
 
 def _lossless(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.cache import Branch
 from ..data.gather import Request
 from ..data.target import Target
 from ..data.warp import Law
@@ -20,6 +21,7 @@ from ..drafters.base import Drafter
 from .decode import DecodeSettings, decode
 from .draft import Clock
 from .intervals import Interval, speedup_interval
+from .tree import TreeShape
 
 _REPEATS = 9
 
@@ -48,24 +50,69 @@ class Cost:
         cost = self.c_first + (gamma - 1) * self.c + self.v[gamma + 1] + self.o
         return (1 + sum(survival)) * (1 + self.o_plain) / cost
 
+    def speedup_of(self, rounds: Sequence[tuple[int, int]]) -> float:
+        """Predicted speedup of rounds (drafted, accepted) of any lengths."""
+        tokens = sum(accepted + 1 for _, accepted in rounds)
+        drafting = [drafted for drafted, _ in rounds if drafted > 0]
+        passes = sum(self.v[drafted + 1] for drafted, _ in rounds) + self.o * len(rounds)
+        steps = self.c_first * len(drafting) + self.c * sum(d - 1 for d in drafting)
+        return tokens * (1 + self.o_plain) / (passes + steps)
 
-@torch.inference_mode()
+
+@dataclass(frozen=True)
+class TreeCost:
+    """Costs of rounds that draft one shape of tree, in units of one plain target pass.
+
+    draft: all draft steps of a round, Σ_d c(w_d); v: a target pass over the tree and its root; the
+    others as in `Cost`.
+    """
+
+    seconds: float
+    draft: float
+    v: float
+    o: float
+    o_plain: float
+
+    def speedup(self, reach: Sequence[float]) -> float:
+        """Predicted speedup where `reach[d-1]` is P(accepted depth >= d).
+
+        (1 + Σ reach)(1 + o_plain) / (draft + v + o).
+        """
+        return (1 + sum(reach)) * (1 + self.o_plain) / (self.draft + self.v + self.o)
+
+
 def measure_rows(target: Target, context: int, rows: Sequence[int]) -> dict[int, float]:
     """Seconds of one target pass (head included) over n rows behind `context` tokens.
 
     Medians over interleaved repeats.
     """
-    cache = target.new_cache(1, context + max(rows))
+    return _measure(target, context, dict.fromkeys(rows))
+
+
+def measure_tree(target: Target, context: int, nodes: int) -> float:
+    """v(1+N): a target pass over a tree of N `nodes` and its root, in passes over one row.
+
+    Medians over interleaved repeats. Nodes follow each other in pairs; the form matters little.
+    """
+    parents = torch.arange(-1, nodes, device=target.device).div(2, rounding_mode="floor")  # [1+N]
+    seconds = _measure(target, context, {1: None, 1 + nodes: Branch([context], parents[None])})
+    return seconds[1 + nodes] / seconds[1]
+
+
+@torch.inference_mode()
+def _measure(target: Target, context: int, passes: dict[int, Branch | None]) -> dict[int, float]:
+    """Median seconds of passes over n new tokens, as nodes of the tree given with n if any."""
+    cache = target.new_cache(1, context + max(passes))
     ids = torch.arange(context, device=target.device)[None] % target.vocab_size
     target.forward(ids, cache)
     cache.advance([context])
-    times: dict[int, list[float]] = {n: [] for n in rows}
+    times: dict[int, list[float]] = {n: [] for n in passes}
     for repeat in range(_REPEATS + 1):
-        for n in rows:
+        for n, branch in passes.items():
             block = torch.arange(n, device=target.device)[None]
             _wait(target)
             start = time.perf_counter()
-            target.logits(target.forward(block, cache).hidden)
+            target.logits(target.forward(block, cache, branch=branch).hidden)
             _wait(target)
             if repeat:  # the first pass warms up
                 times[n].append(time.perf_counter() - start)
@@ -81,14 +128,9 @@ def calibrate(
     settings: DecodeSettings,
 ) -> Cost:
     """Measure draft steps and overhead on `requests` (not the timed ones) under `law`."""
-    plain, fast = Clock(), Clock()
-    asked = [Request(**{**r.__dict__, "law": law}) for r in requests]
     gamma = max(2, settings.num_draft_tokens)
-    for number, request in enumerate([asked[0], *asked]):
-        clocks = (plain, fast) if number else (Clock(), Clock())  # the first one warms up
-        decode(target, [request], replace(settings, num_draft_tokens=0), clock=clocks[0])
-        fast_settings = replace(settings, num_draft_tokens=gamma)
-        decode(target, [request], fast_settings, drafter, clocks[1])
+    settings = replace(settings, num_draft_tokens=gamma)
+    plain, fast = _clocks(target, drafter, requests, law, settings)
     unit = plain.target / max(1, plain.rounds)
     return Cost(
         seconds=unit,
@@ -98,6 +140,51 @@ def calibrate(
         o=fast.outside / max(1, fast.rounds) / unit,
         o_plain=plain.outside / max(1, plain.rounds) / unit,
     )
+
+
+def calibrate_tree(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    law: Law,
+    v: float,
+    settings: DecodeSettings,
+) -> TreeCost:
+    """As `calibrate`, for the tree of `settings`; `v` is `measure_tree` of its size.
+
+    Trees near the end of a reply are cut. So the steps are those of a whole tree: one first step,
+    and one more for each further depth at the mean cost of all later ones.
+    """
+    assert settings.tree is not None
+    plain, fast = _clocks(target, drafter, requests, law, settings)
+    unit = plain.target / max(1, plain.rounds)
+    depth = settings.tree.depth if isinstance(settings.tree, TreeShape) else len(settings.tree)
+    first = fast.draft_first / max(1, fast.drafting_rounds)
+    later = fast.draft_later / max(1, fast.later_steps)
+    return TreeCost(
+        seconds=unit,
+        draft=(first + (depth - 1) * later) / unit,
+        v=v,
+        o=fast.outside / max(1, fast.rounds) / unit,
+        o_plain=plain.outside / max(1, plain.rounds) / unit,
+    )
+
+
+def _clocks(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    law: Law,
+    settings: DecodeSettings,
+) -> tuple[Clock, Clock]:
+    """Clocks of plain and of speculative decoding of `requests` under `law`, one by one."""
+    plain, fast = Clock(), Clock()
+    asked = [replace(r, law=law) for r in requests]
+    for number, request in enumerate([asked[0], *asked]):
+        clocks = (plain, fast) if number else (Clock(), Clock())  # the first one warms up
+        decode(target, [request], replace(settings, num_draft_tokens=0), clock=clocks[0])
+        decode(target, [request], settings, drafter, clocks[1])
+    return plain, fast
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,32 @@
 """A tiny target, untrained drafters for it, and requests; replies take milliseconds."""
 
 import copy
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from worlds import GAMMA, LAWS, LIMIT, World
 
+from draftsmith.configs.recipe import (
+    CollectSection,
+    DomainSection,
+    EvalSection,
+    Recipe,
+    ServingSection,
+    TargetSection,
+)
+from draftsmith.data.collect import collect
 from draftsmith.data.gather import GatherSettings, Request, answer
+from draftsmith.data.prompts import load_domains
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.drafters.checkpoint import save_drafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 
 SMALL = 12  # a vocabulary whose outputs can be enumerated
@@ -92,3 +107,50 @@ def with_eos() -> Callable[..., Target]:
         return changed
 
     return change
+
+
+@pytest.fixture(scope="module", params=["eagle3 reduced", "causal"])
+def world(
+    request: pytest.FixtureRequest,
+    small_target: Target,
+    make_drafter: Callable[[str, Target], Drafter],
+    with_eos: Callable[..., Target],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    domains = []
+    for name, count in (("chat", 9), ("co/de", 6)):
+        path = folder / f"{count}.jsonl"
+        rows = [json.dumps({"prompt": f"{name} number {i}"}) for i in range(count)]
+        path.write_text("\n".join(rows), encoding="utf-8")
+        domains.append(DomainSection(name, str(path), holdout=0.7, raw=True))
+    recipe = Recipe(
+        name="tiny",
+        target=TargetSection(device="cpu"),
+        serving=ServingSection(LAWS, num_draft_tokens=GAMMA),
+        domains=tuple(domains),
+        collect=CollectSection(temperatures=(1.0,), max_new_tokens=LIMIT),
+        eval=EvalSection(
+            sweep=(1, 2, 3),
+            timed_lengths=(1,),
+            decode_batch=4,
+            timing_prompts=2,
+            timing_tokens=8,
+            bootstrap=100,
+            calibration_prompts=2,
+        ),
+    )
+    target = with_eos(small_target, 5)
+    drafter = make_drafter(request.param, target)
+    prompts, _ = load_domains(recipe.domains)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftsmith.data.collect.render_prompt", small_ids)
+        quiet = Console(quiet=True)
+        store = collect(recipe, target, (1, 1, 2), prompts, folder / "records", quiet)
+    saved = save_drafter(drafter, folder / "drafter", target, {})
+    return World(recipe, target, store, drafter, saved)
+
+
+def small_ids(tokenizer: Any, messages: Any, raw: bool = False) -> list[int]:
+    """Ids of the small vocabulary that stand for a text."""
+    return [ord(letter) % 12 for letter in messages[0]["content"]]

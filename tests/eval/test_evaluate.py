@@ -2,8 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,98 +10,20 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from worlds import GAMMA, LIMIT, World
 
 from draftsmith.configs.errors import UserError
 from draftsmith.configs.recipe import (
-    CollectSection,
-    DomainSection,
-    EvalSection,
     LawSection,
-    Recipe,
     ServingSection,
-    TargetSection,
 )
-from draftsmith.data.collect import collect
-from draftsmith.data.prompts import load_domains
 from draftsmith.data.store import RecordStore
-from draftsmith.data.target import Target
-from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.checkpoint import save_drafter, weights_hash
+from draftsmith.drafters.checkpoint import weights_hash
 from draftsmith.eval import evaluate as module
 from draftsmith.eval import verify
 from draftsmith.eval.decode import RULES
 from draftsmith.eval.draws import Draws
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
-
-LIMIT = 14
-GAMMA = 2
-LAWS = (LawSection(0.0), LawSection(1.0), LawSection(0.7, top_k=8))
-
-
-@dataclass(frozen=True)
-class World:
-    """A recipe, its records, and a drafter on disk."""
-
-    recipe: Recipe
-    target: Target
-    store: RecordStore
-    drafter: Drafter
-    drafter_folder: Path
-
-    def evaluate(self, folder: Path, **options: Any) -> dict[str, Any]:
-        recipe = replace(self.recipe, eval=replace(self.recipe.eval, **options))
-        console = Console(file=io.StringIO())
-        return evaluate(
-            recipe, self.target, self.drafter, self.drafter_folder, self.store, folder, console
-        )
-
-
-@pytest.fixture(scope="module", params=["eagle3 reduced", "causal"])
-def world(
-    request: pytest.FixtureRequest,
-    small_target: Target,
-    make_drafter: Callable[[str, Target], Drafter],
-    with_eos: Callable[..., Target],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> World:
-    folder = tmp_path_factory.mktemp("world")
-    domains = []
-    for name, count in (("chat", 9), ("co/de", 6)):
-        path = folder / f"{count}.jsonl"
-        rows = [json.dumps({"prompt": f"{name} number {i}"}) for i in range(count)]
-        path.write_text("\n".join(rows), encoding="utf-8")
-        domains.append(DomainSection(name, str(path), holdout=0.7, raw=True))
-    recipe = Recipe(
-        name="tiny",
-        target=TargetSection(device="cpu"),
-        serving=ServingSection(LAWS, num_draft_tokens=GAMMA),
-        domains=tuple(domains),
-        collect=CollectSection(temperatures=(1.0,), max_new_tokens=LIMIT),
-        eval=EvalSection(
-            sweep=(1, 2, 3),
-            timed_lengths=(1,),
-            decode_batch=4,
-            timing_prompts=2,
-            timing_tokens=8,
-            bootstrap=100,
-            calibration_prompts=2,
-        ),
-    )
-    target = with_eos(small_target, 5)
-    drafter = make_drafter(request.param, target)
-    prompts, _ = load_domains(recipe.domains)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.data.collect.render_prompt", small_ids)
-        quiet = Console(quiet=True)
-        store = collect(recipe, target, (1, 1, 2), prompts, folder / "records", quiet)
-    saved = save_drafter(drafter, folder / "drafter", target, {})
-    return World(recipe, target, store, drafter, saved)
-
-
-def small_ids(tokenizer: Any, messages: Any, raw: bool = False) -> list[int]:
-    """Ids of the small vocabulary that stand for a text."""
-    return [ord(letter) % 12 for letter in messages[0]["content"]]
 
 
 @pytest.fixture(scope="module")

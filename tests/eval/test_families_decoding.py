@@ -1,0 +1,65 @@
+"""Every family's greedy reply, decoded with chains and trees, is what `generate` answers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from families import FAMILIES, save_tiny
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.configs.recipe import TargetSection
+from draftsmith.data.gather import Request
+from draftsmith.data.target import Target, load_target
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.eval.decode import DecodeSettings, decode
+from draftsmith.eval.tree import TreeShape
+
+LIMIT = 22
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def target(
+    request: pytest.FixtureRequest,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Target:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny(FAMILIES[request.param](), tiny_tokenizer, folder)
+    return load_target(TargetSection(name=str(folder), device="cpu"), few_rows=False)
+
+
+def test_the_reply_is_that_of_generate(
+    target: Target,
+    make_drafter: Callable[[str, Target], Drafter],
+    make_requests: Callable[..., list[Request]],
+) -> None:
+    requests = make_requests(target, [1, 9, 20])  # windows are crossed
+    expected = [generate(target, request) for request in requests]
+    drafters = [
+        CausalDrafter.from_target(target, CausalConfig(layers=(0, 1, 2)), None).eval(),
+        make_drafter("eagle3 reduced", target),
+    ]
+    plain = decode(target, requests, DecodeSettings(LIMIT, 0))
+    assert [o.ids for o in plain] == expected
+    for drafter in drafters:
+        for settings in (
+            DecodeSettings(LIMIT, 3),
+            DecodeSettings(LIMIT, 3, tree=TreeShape(2, 3, 6)),
+        ):
+            outputs = decode(target, requests, settings, drafter)
+            assert [o.ids for o in outputs] == expected
+            assert all(o.rounds[0][0] > 0 for o in outputs if o.rounds)
+
+
+def generate(target: Target, request: Request) -> list[int]:
+    ids = torch.tensor([request.ids])
+    out = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=0,
+    )
+    return out[0, ids.shape[1] :].tolist()
