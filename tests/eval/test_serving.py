@@ -48,7 +48,6 @@ def test_trees_are_drafted_timed_and_predicted(
     assert set(report["cost"]["tree_by_law"]) == {c["law"] for c in report["cells"]}
     for cell in report["cells"]:
         cost = report["cost"]["tree_by_law"][cell["law"]]
-        plain = report["cost"]["by_law"][cell["law"]]["o_plain"]
         reach = sum(p["survival"] for p in cell["acceptance_by_position"])
         predicted = (1 + reach) * (1 + cost["o_plain"]) / (cost["draft"] + cost["v"] + cost["o"])
         assert cell["speed"]["predicted"] == pytest.approx(predicted)
