@@ -46,8 +46,8 @@ class LawSection:
     """Keeps the most typical tokens with this probability; 1 keeps all."""
 
     def __post_init__(self) -> None:
-        ok = 0 <= self.temperature < math.inf
-        require(ok, "temperature", self.temperature, "0 (greedy) or more")
+        ok = self.temperature == 0 or 1e-30 <= self.temperature < math.inf
+        require(ok, "temperature", self.temperature, "0 (greedy) or more (from 1e-30 up)")
         require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
@@ -149,7 +149,7 @@ class CollectSection:
 
     def __post_init__(self) -> None:
         require(len(self.temperatures) > 0, "temperatures", [], "a list of at least one number")
-        ok = all(0 <= t < math.inf for t in self.temperatures)
+        ok = all(t == 0 or 1e-30 <= t < math.inf for t in self.temperatures)
         require(ok, "temperatures", list(self.temperatures), "numbers of 0 (greedy) or more")
         require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "above 0")
         require(self.batch_size > 0, "batch_size", self.batch_size, "above 0")

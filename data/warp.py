@@ -41,8 +41,11 @@ class Law:
     """Keep the most typical tokens (information nearest the entropy) of this mass; 1 keeps all."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}, but must be a number from 0 up")
+        # Below that, logits divided by it would overflow.
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
+            raise UserError(
+                f"temperature is {self.temperature}, but must be 0 (greedy) or at least 1e-30"
+            )
         if self.top_k < 0 or self.top_k != int(self.top_k):
             raise UserError(f"top_k is {self.top_k}, but must be a whole number from 0 (off) up")
         if not 0.0 < self.top_p <= 1.0:

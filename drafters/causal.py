@@ -7,7 +7,7 @@ cheaper in our own loop; no serving engine reads one, so `publish` refuses it by
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
+from ..data.dense import dense_weight
 from ..data.target import Target, finish_logits
-from .base import Step, TrainBatch, supervised_at, token_index
+from .base import Step, TrainBatch
+from .cached import CachedText, unroll_text
 from .vocab import check_floor
 
 
@@ -46,29 +48,6 @@ class CausalConfig:
                 f"drafter.layers {list(layers)} must name layers between 0 and {num_layers - 1}"
             )
         return layers
-
-
-@dataclass
-class _State:
-    """The draft's own cache and the emitted tokens it has not seen.
-
-    known: committed tokens in the cache, a row; fed: drafted tokens behind them; parents: `[B,
-    fed]` of those, if they form a tree.
-    """
-
-    cache: SlabCache
-    known: list[int]
-    tokens: Tensor
-    counts: list[int]
-    fed: int
-    parents: Tensor | None
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.tokens.device)
-        self.tokens = self.tokens[index]
-        self.known = [self.known[r] for r in rows]
-        self.counts = [self.counts[r] for r in rows]
 
 
 class CausalDrafter(nn.Module):
@@ -103,6 +82,8 @@ class CausalDrafter(nn.Module):
         text.num_hidden_layers = len(layers)
         if kinds:
             text.layer_types = [kinds[i] for i in layers]
+        if hasattr(kept, "quantization_config"):  # the copy is dense
+            del kept.quantization_config
         model = AutoModelForCausalLM.from_config(kept, dtype=torch.float32)
         model.load_state_dict(_pick_layers(target, layers), strict=True)
         model.tie_weights()
@@ -144,22 +125,13 @@ class CausalDrafter(nn.Module):
     # ---- training
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
-        length = batch.ids.shape[1]
-        at = torch.arange(length - 1, device=batch.ids.device)  # [T-1]
-        mask = (at < batch.lengths[:, None] - 1).long()  # [B, T-1]
-        out = self.body(
-            input_ids=batch.ids[:, :-1], attention_mask=mask, position_ids=at[None], use_cache=False
-        ).last_hidden_state  # [B, T-1, h]
-        scored = supervised_at(batch, at + 1, 0)  # [B, T-1]
-        return [Step(out[scored], token_index(batch, at + 1)[scored])]
+        return unroll_text(self.body, batch)
 
     # ---- decoding
 
-    def start(self, rows: int, capacity: int) -> _State:
-        device = self.model.device
-        cache = SlabCache(self.model.config, rows, capacity, device)
-        empty = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return _State(cache, [0] * rows, empty, [0] * rows, 0, None)
+    def start(self, rows: int, capacity: int) -> CachedText:
+        cache = SlabCache(self.model.config, rows, capacity, self.model.device)
+        return CachedText.empty(self._forward, cache)
 
     @property
     def max_positions(self) -> int | None:
@@ -167,60 +139,33 @@ class CausalDrafter(nn.Module):
         value = getattr(text, "max_position_embeddings", None)
         return int(value) if value else None
 
-    def prefill(self, state: _State, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
-        self._forward(state.cache, ids)
-        state.cache.advance(lengths)
-        state.known = list(lengths)
+    def prefill(self, state: CachedText, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
+        state.prefill(ids, lengths)
 
     def commit(
         self,
-        state: _State,
+        state: CachedText,
         tokens: Tensor,
         counts: Sequence[int],
         taps: Tensor,
         path: Tensor | None = None,
     ) -> None:
-        """Of the emitted tokens, those that were fed as drafts stay in the cache."""
-        if path is None:  # they lie where they belong
-            seen = [min(c - 1, state.fed) for c in counts]
-            state.cache.truncate([n + c for n, c in zip(state.known, seen, strict=True)])
-        else:
-            drafts = torch.tensor(list(counts), device=path.device)[:, None] - 1  # the last is new
-            place = torch.arange(path.shape[1], device=path.device)
-            seen = ((path >= 0) & (place < drafts)).long().cumprod(1).sum(1).tolist()
-            state.cache.keep(state.known, path.clamp_min(0), seen)
-        state.known = list(state.cache.lengths)
-        state.counts = [c - s for c, s in zip(counts, seen, strict=True)]
-        columns = torch.arange(max(state.counts), device=tokens.device)
-        index = torch.tensor(seen, device=tokens.device)[:, None] + columns  # [B, m]
-        state.tokens = tokens.gather(1, index.clamp_max(tokens.shape[1] - 1))
-        state.fed, state.parents = 0, None
+        state.commit(tokens, counts, path)
 
-    def first(self, state: _State) -> Tensor:
-        rows = torch.arange(len(state.counts), device=state.tokens.device)
-        out = self._forward(state.cache, state.tokens)  # [B, m, h]
-        state.cache.advance(state.counts)
-        state.known = list(state.cache.lengths)
-        state.tokens, last = state.tokens[:, :0], torch.tensor(state.counts, device=rows.device) - 1
-        state.counts = [0] * len(rows)
-        return self._logits(out[rows, last])
+    def first(self, state: CachedText) -> Tensor:
+        return self._logits(state.first())
 
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        branch = None
-        if parents is not None:
-            before = parents[:, :0] if state.parents is None else state.parents
-            state.parents = torch.cat([before, parents], 1)  # [B, fed + w]
-            branch = Branch(state.known, state.parents)
-        out = self._forward(state.cache, tokens, branch)  # [B, w, h]
-        state.cache.advance([tokens.shape[1]] * len(tokens))
-        state.fed += tokens.shape[1]
-        return self._logits(out)
+    def extend(self, state: CachedText, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self._logits(state.extend(tokens, parents))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _forward(self, cache: SlabCache, ids: Tensor, branch: Branch | None = None) -> Tensor:
+    def _forward(self, ids: Tensor, cache: SlabCache, branch: Branch | None) -> Tensor:
+        # A tokenizer of more tokens than the draft knows: what is unknown reads as its last one.
+        known = cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
+        ids = ids.clamp_max(known - 1)
         cache.begin(ids.shape[1], branch)
         eager = self.model.config._attn_implementation == "eager"
         out: Any = self.body(
@@ -236,8 +181,10 @@ class CausalDrafter(nn.Module):
 def _pick_layers(target: Target, layers: Sequence[int]) -> dict[str, Tensor]:
     """The target's tensors with the kept layers renumbered from 0."""
     place = next(n for n, m in target.model.named_modules() if m is target.layers)
-    picked = {}
-    for name, tensor in target.model.state_dict().items():
+    picked, state = {}, target.model.state_dict()
+    if getattr(target.model.config, "quantization_config", None) is not None:
+        state = _dense_state(target)
+    for name, tensor in state.items():
         if not name.startswith(f"{place}."):
             picked[name] = tensor
             continue
@@ -246,3 +193,11 @@ def _pick_layers(target: Target, layers: Sequence[int]) -> dict[str, Tensor]:
             if int(number) == old:
                 picked[f"{place}.{new}.{rest}"] = tensor.detach().clone()
     return picked
+
+
+def _dense_state(target: Target) -> dict[str, Tensor]:
+    """A quantised target's tensors as they multiply, without what quantisation adds to them."""
+    linear = {n: m for n, m in target.model.named_modules() if isinstance(m, nn.Linear)}
+    found = {name: p.detach() for name, p in target.model.named_parameters()}
+    found |= {f"{name}.weight": dense_weight(m, target.dtype) for name, m in linear.items()}
+    return found

@@ -12,13 +12,20 @@ from ..data.target import Target
 from .base import Drafter
 from .causal import CausalConfig, CausalDrafter
 from .eagle3 import Eagle3Config, Eagle3Drafter
+from .lookup import LookupConfig, LookupDrafter
+from .skip import SkipConfig, SkipDrafter
 from .vocab import captured_mass, choose_draft_ids, special_ids
 
-FamilyConfig = Eagle3Config | CausalConfig
+TrainedConfig = Eagle3Config | CausalConfig
+UntrainedConfig = LookupConfig | SkipConfig
+"""Families that have nothing to train: the target and their options are all there is to them."""
+FamilyConfig = TrainedConfig | UntrainedConfig
 
-FAMILIES: dict[str, tuple[type[FamilyConfig], type[Eagle3Drafter] | type[CausalDrafter]]] = {
-    "eagle3": (Eagle3Config, Eagle3Drafter),
-    "causal": (CausalConfig, CausalDrafter),
+FAMILIES: dict[str, type[FamilyConfig]] = {
+    "eagle3": Eagle3Config,
+    "causal": CausalConfig,
+    "lookup": LookupConfig,
+    "skip": SkipConfig,
 }
 
 
@@ -30,7 +37,7 @@ def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyCo
         raise UserError(
             f"unknown drafter.family '{family}' in {where}{did_you_mean(str(family), FAMILIES)}"
         )
-    return family, parse(FAMILIES[family][0], options, where, "drafter")
+    return family, parse(FAMILIES[family], options, where, "drafter")
 
 
 def resolved_taps(config: FamilyConfig, num_layers: int) -> tuple[int, ...]:
@@ -39,7 +46,16 @@ def resolved_taps(config: FamilyConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Drafter:
-    """An untrained drafter for `target`, its draft vocabulary chosen on training `records`."""
+    """A drafter for `target` to be trained, its draft vocabulary chosen on training `records`.
+
+    Raises `UserError` for a family that has nothing to train.
+    """
+    if isinstance(config, UntrainedConfig):
+        name = next(name for name, kind in FAMILIES.items() if isinstance(config, kind))
+        raise UserError(
+            f"drafter.family '{name}' has nothing to train: measure it as it is, with eval; "
+            "families that learn are eagle3 and causal"
+        )
     ids = _draft_ids(config, target, records)
     if isinstance(config, Eagle3Config):
         assert ids is not None
@@ -47,7 +63,14 @@ def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record])
     return CausalDrafter.from_target(target, config, ids)
 
 
-def _draft_ids(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Tensor | None:
+def untrained_drafter(config: UntrainedConfig, target: Target) -> LookupDrafter | SkipDrafter:
+    """The drafter of a family that has nothing to train, ready to draft."""
+    if isinstance(config, LookupConfig):
+        return LookupDrafter.from_target(target, config)
+    return SkipDrafter.from_target(target, config)
+
+
+def _draft_ids(config: TrainedConfig, target: Target, records: Sequence[Record]) -> Tensor | None:
     if config.draft_vocab_size is None:
         return None
     mass = captured_mass(target, records)

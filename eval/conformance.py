@@ -21,6 +21,8 @@ from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.causal import CausalConfig, CausalDrafter
 from ..drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from ..drafters.lookup import LookupConfig, LookupDrafter
+from ..drafters.skip import SkipConfig, SkipDrafter
 from .decode import DecodeSettings
 from .gamma import AdaEDL, Calibration, Confidence, CostModel, Costs, Policy
 from .lossless import loop_law, plain_law, total_variation
@@ -70,7 +72,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
         Rules(bad_words=((0, 2),), min_new_tokens=2),
     ),
     "ends": ((), (0,), (1, 2)),
-    "drafter": ("eagle3", "eagle3 reduced", "causal", "causal reduced"),
+    "drafter": ("eagle3", "eagle3 reduced", "causal", "causal reduced", "lookup", "skip"),
     "rows": (4096, 5, 1),
 }
 """What may be combined; rows: branches that share a batch."""
@@ -194,6 +196,10 @@ def _tiny_target() -> Target:
 def _tiny_drafter(name: str, target: Target) -> Drafter:
     """An untrained drafter, so that everything is refused and accepted now and then."""
     family, _, reduced = name.partition(" ")
+    if family == "lookup":
+        return LookupDrafter.from_target(target, LookupConfig())
+    if family == "skip":
+        return SkipDrafter.from_target(target, SkipConfig(layers=(0, 3)))
     ids = torch.tensor([0, 2]) if reduced else None
     if family == "eagle3":
         full = torch.arange(SIZE) if ids is None else ids

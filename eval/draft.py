@@ -177,7 +177,10 @@ class Proposer:
 
         def warp(logits: Tensor) -> Tensor:
             log_q = row_log_probs(logits, laws)
-            return log_q.nan_to_num(nan=-torch.inf) if self._may_be_silent(rows) else log_q
+            if self._may_be_silent(rows):
+                silent = (logits == -torch.inf).all(-1, keepdim=True)
+                log_q = log_q.masked_fill(silent, -torch.inf)
+            return log_q
 
         first = self._proposals(self._first()[:, None], rows, lambda b, i: [])[:, 0]
         deepest = torch.tensor(list(room), device=self.target.device)  # [B]

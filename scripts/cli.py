@@ -17,9 +17,14 @@ if TYPE_CHECKING:  # torch and transformers load when a command runs, not for --
     from ..data.store import RecordStore
     from .pipeline import Run
 
+_VERIFY = """Decode every branch of chance on tiny models, test the random streams, plant faults,
+and compare greedy replies of the recipe's target with transformers' generate. Exits with 1 if
+anything fails."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it worked, 2 for input that cannot be used, 130 if it was stopped."""
+    """Run a command; 0 if it worked, 1 if what it checks failed, 2 for input that cannot be used,
+    130 if it was stopped."""
     args = _arguments(argv)
     try:
         return int(args.run(args) or 0)
@@ -85,6 +90,22 @@ def _parser() -> argparse.ArgumentParser:
     publish = _add(commands, "publish", "write the folder engines load, with its card", _publish)
     publish.add_argument("--drafter", type=Path, required=True, help="a drafter folder")
     publish.add_argument("--report", type=Path, required=True, help="its evaluation's folder")
+    verify = commands.add_parser(
+        "verify", help="prove that decoding is lossless", description=_VERIFY
+    )
+    verify.add_argument("recipe", nargs="?", default="demo", help="its target is decoded, too")
+    verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it")
+    verify.add_argument("--drafter", type=Path, help="a drafter folder; default: an untrained one")
+    verify.add_argument(
+        "--prompts-per-domain", type=int, default=2, metavar="N", help="default: %(default)s"
+    )
+    verify.add_argument(
+        "--all",
+        action="store_true",
+        help="every combination of options on the tiny models: a quarter of an hour",
+    )
+    verify.add_argument("--out", type=Path, metavar="FILE", help="write the verdict as JSON")
+    verify.set_defaults(run=_verify)
     doctor = commands.add_parser("doctor", help="versions, devices, and what would not work")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -129,7 +150,7 @@ def _demo(args: argparse.Namespace) -> None:
 
     run = _run(_recipe(args), args.runs)
     store = run.collect()
-    drafter = run.train(store)
+    drafter = run.untrained() or run.train(store)
     report = run.evaluate(store, drafter)
     run.publish(drafter, report)
     print_report(read_report(report / "report.json"), run.console)
@@ -145,7 +166,7 @@ def _collect(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
-    run.console.print(f"drafter: {run.train(_store(args, run))}")
+    run.console.print(f"drafter: {run.untrained() or run.train(_store(args, run))}")
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -156,10 +177,11 @@ def _eval(args: argparse.Namespace) -> None:
     if args.prompts:
         recipe = with_prompts(recipe, args.prompts, args.max_rows)
     run = _run(recipe, args.runs)
-    if args.prompts and args.drafter is None:
+    drafter = args.drafter or run.untrained()
+    if args.prompts and drafter is None:
         raise UserError("--prompts measures a trained drafter: name its folder with --drafter")
-    store = _store(args, run, args.drafter)
-    drafter = args.drafter or run.train(store)
+    store = _store(args, run, drafter)
+    drafter = drafter or run.train(store)
     report = run.evaluate(store, drafter)
     print_report(read_report(report / "report.json"), run.console)
     run.console.print(f"report: {report / 'report.html'}")
@@ -168,6 +190,13 @@ def _eval(args: argparse.Namespace) -> None:
 def _publish(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
     run.publish(args.drafter, args.report)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .verify import verify
+
+    recipe, count = _recipe(args), args.prompts_per_domain
+    return int(not verify(recipe, args.drafter, count, args.all, args.out, Console()))
 
 
 def _doctor(args: argparse.Namespace) -> int:

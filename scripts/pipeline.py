@@ -8,13 +8,14 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import DomainSection, Recipe
 from ..data.collect import collect, collect_settings
@@ -24,10 +25,17 @@ from ..data.prompts import Prompt, Rejection, load_domains
 from ..data.store import RecordStore, settings_hash
 from ..data.target import Target, load_target
 from ..drafters.base import Drafter
-from ..drafters.checkpoint import load_drafter, read_own, weights_hash
-from ..drafters.registry import family_config, resolved_taps
+from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
+from ..drafters.registry import (
+    FamilyConfig,
+    UntrainedConfig,
+    family_config,
+    resolved_taps,
+    untrained_drafter,
+)
 from ..eval.evaluate import evaluate
 from ..eval.report import read_report, write_report
+from ..eval.serving import check_serving
 from ..train.loop import train, train_settings
 from ..train.objective import bind_objective
 from .publish import publish
@@ -37,6 +45,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Everything that can be wrong with a recipe without loading a model."""
     family_config(recipe.drafter, f"recipe '{recipe.name}'")
     bind_objective(recipe.objective, recipe.serving)
+    check_serving(recipe)
 
 
 @dataclass
@@ -79,8 +88,20 @@ class Run:
         """The target layers this run's drafter (or a saved one) reads."""
         if drafter_folder is not None:
             return load_drafter(drafter_folder, self.target).taps
-        _, config = family_config(self.recipe.drafter, f"recipe '{self.recipe.name}'")
-        return resolved_taps(config, self.target.num_layers)
+        return resolved_taps(self._config, self.target.num_layers)
+
+    @property
+    def _config(self) -> FamilyConfig:
+        return family_config(self.recipe.drafter, f"recipe '{self.recipe.name}'")[1]
+
+    def untrained(self) -> Path | None:
+        """The drafter's folder if its family has nothing to train, else None."""
+        if not isinstance(self._config, UntrainedConfig):
+            return None
+        drafter = untrained_drafter(self._config, self.target)
+        depends = {"options": asdict(drafter.config), "target": self.target.provenance["weights"]}
+        folder = self.root / f"{drafter.family}-{settings_hash(depends)}"
+        return folder if folder.exists() else save_drafter(drafter, folder, self.target, {})
 
     # ---- stages
 
@@ -119,7 +140,13 @@ class Run:
     def publish(self, drafter_folder: Path, report_folder: Path) -> Path:
         with self._stage("publish"):
             report = read_report(report_folder / "report.json")
-            name = f"{self.recipe.name}-{read_own(drafter_folder)['family']}"
+            own = read_own(drafter_folder)
+            if own["layout"] is None:
+                raise UserError(
+                    f"{drafter_folder} is of family '{own['family']}', which has no weights to "
+                    "publish"
+                )
+            name = f"{self.recipe.name}-{own['family']}"
             return publish(
                 self.recipe.publish, self.target, drafter_folder, report,
                 self.root / "published" / name, self.console,

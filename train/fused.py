@@ -56,6 +56,7 @@ class _Sweep:
     def add(self, block: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Take in a block; returns its p and q, `[n, V_d]` each."""
         log_z = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+        log_z = log_z.masked_fill(log_z == -torch.inf, 0.0)  # nothing is proposed: q = 0
         p, q = block.log_p.exp(), (logits - log_z).exp()  # [n, V_d]
         if block.step == 0:
             self._mass[block.rows] = p.sum(-1).to(self._mass.dtype)

@@ -5,6 +5,7 @@ Valid on samples of exactly the law in question: callers pass records of one law
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -98,12 +99,18 @@ def score(
     for start in range(0, len(longer), _ROWS):
         part = longer[start : start + _ROWS]
         batch = collate(part, sorted({r.domain for r in part})).to(target.device)
-        x, head = unrolled(drafter, p, batch, steps, lambda logits: log_probs(logits, q_law))
+        x, head = unrolled(drafter, p, batch, steps, partial(_warped, law=q_law))
         for record, conversation in zip(
             part, _split(x, head, batch, part, drafter.one_pass, steps, limit - 1), strict=True
         ):
             found[record.key] = conversation
     return [found[r.key] for r in records if r.key in found]
+
+
+def _warped(logits: Tensor, law: Law) -> Tensor:
+    """`log_probs`, but rows that propose nothing (-inf alone) stay as they are."""
+    silent = (logits == -torch.inf).all(-1, keepdim=True)
+    return log_probs(logits, law).masked_fill(silent, -torch.inf)
 
 
 def _split(

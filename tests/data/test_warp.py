@@ -33,6 +33,7 @@ def test_laws_that_draw_alike_are_equal() -> None:
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", INF),
+        ("temperature", 1e-40),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.5),

@@ -21,6 +21,7 @@ from draftsmith.data.store import RecordStore
 from draftsmith.drafters.checkpoint import weights_hash
 from draftsmith.eval import evaluate as module
 from draftsmith.eval import verify
+from draftsmith.eval.cells import _position
 from draftsmith.eval.decode import RULES
 from draftsmith.eval.draws import Draws
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
@@ -116,12 +117,12 @@ def test_counts_are_sums_over_the_outputs(world: World, tmp_path: Path) -> None:
 
 def test_position_figures_of_a_known_pattern() -> None:
     rounds = [(3, 0)] * 20 + [(3, 1)] * 30 + [(3, 3)] * 50
-    places = [module._position(rounds, k) for k in (1, 2, 3)]
+    places = [_position(rounds, k) for k in (1, 2, 3)]
     assert [p["survival"] for p in places] == [0.8, 0.5, 0.5]
     assert [p["conditional"] for p in places] == [0.8, 0.625, 1.0]
     shorter = [*rounds, (1, 1), (0, 0)]
-    assert [module._position(shorter, k)["attempts"] for k in (1, 2, 3)] == [101, 100, 100]
-    assert module._position(shorter, 2)["conditional"] == 0.625, "a short draft is no failure"
+    assert [_position(shorter, k)["attempts"] for k in (1, 2, 3)] == [101, 100, 100]
+    assert _position(shorter, 2)["conditional"] == 0.625, "a short draft is no failure"
 
 
 def test_greedy_estimates_are_the_decoded_figures(report: dict[str, Any]) -> None:
