@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test style check
+.PHONY: demo test test-full style check
 .DEFAULT_GOAL := test
 
 # The second line serves a Python whose venv cannot bring its own pip.
@@ -21,6 +21,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q tests
+
+# Every combination of options through every branch of chance; not in CI, its result is kept.
+test-full: test
+	$(BIN)/draftsmith verify demo --all --out scripts/results/verify.json
 
 style: $(STAMP)
 	$(BIN)/ruff format .

@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from ..data.cache import SlabCache
 from ..data.rules import Rules
 from ..data.warp import Law, row_log_probs
 from . import decode, draft, tree, verify, verify_tree
-from .conformance import POLICIES, Bench, Case
+from .conformance import Bench, Case
 from .draft import Drafted, Proposer
 from .draws import Draws
-from .rows import Output, Row, apply_rules
+from .rows import Row, apply_rules
 from .tree import Tree, grow_sampled
 from .verify_tree import Verified
 
@@ -36,6 +36,7 @@ _chain = Proposer.chain
 _siblings = tree._without_replacement
 _keep = SlabCache.keep
 _emit = Row.emit
+_residual = verify.residual
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _joint_ratio(
     """Exact for one token: prefixes pass by their joint ratio, the residual is that of a token."""
     ratio = (_own(tokens, log_p[:, :-1]) - _own(tokens, log_q)).cumsum(1)
     passed = draws.bernoulli(ratio.exp().clamp_max(1.0), _inside(tokens, drafted))
-    accepted = (passed * torch.arange(1, tokens.shape[1] + 1)).amax(1)
+    accepted = pad(passed * torch.arange(1, tokens.shape[1] + 1), (1, 0)).amax(1)
     one = torch.ones(len(tokens), dtype=torch.float64)
     return accepted, verify._next(log_q, log_p, one, accepted, drafted, draws)
 
@@ -218,22 +219,78 @@ def _forgets_drafts(rows: Any, logits: Tensor, path: Callable[[int, int], Any]) 
 
 
 def _runs_on(self: Row, tokens: Sequence[int]) -> list[int]:
-    """An end token ends the reply only as the last of its round."""
-    if self.out.ids and tokens[-1] not in self._eos:
-        self.out = _BlindTo(self)
-    return _emit(self, tokens)
-
-
-class _BlindTo(Output):
-    pass
+    """An end token ends the reply only where it is the last of its round."""
+    ends = self._eos
+    self._eos = ends if tokens[-1] in ends else ()
+    try:
+        return _emit(self, tokens)
+    finally:
+        self._eos = ends
 
 
 # ---- by name
 
 
-def _rule(name: str, rule: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
-    return partial(patch.dict, decode.RULES, {name: rule})
+def _rule(name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return partial(patch.dict, decode.RULES, {name: wrong})
 
 
 def _put(owner: Any, name: str, wrong: Any) -> Callable[[], AbstractContextManager[Any]]:
     return partial(patch.object, owner, name, wrong)
+
+
+def _case(method: tuple[str, str], law: Law = _PLAIN, **changes: Any) -> Case:
+    rest = {"drafting": "sampled", "rules": Rules(), "ends": (), "drafter": "eagle3", "rows": 4096}
+    return Case(method, law=law, **{**rest, **changes})
+
+
+_TOKEN, _BLOCK = ("token", "static"), ("block", "static")
+_TREE, _SAMPLED = ("tree", "static"), ("sampled tree", "static")
+
+PLANTED: dict[str, Fault] = {
+    "typical acceptance": Fault(_rule("token", _typical), _case(_TOKEN)),
+    "prefixes by their joint ratio, residual of a token": Fault(
+        _rule("block", _joint_ratio), _case(_BLOCK)
+    ),
+    "block verification stops at the first failure": Fault(
+        _rule("block", _stops_at_first), _case(_BLOCK)
+    ),
+    "block residual not scaled by the joint ratio": Fault(
+        _put(verify, "residual", lambda p, q, scale: _residual(p, q)), _case(_BLOCK)
+    ),
+    "residual through softmax": Fault(_put(verify, "residual", _softmaxed), _case(_TOKEN)),
+    "redraw from p after a rejection": Fault(_put(verify, "residual", _unchanged), _case(_TOKEN)),
+    "q from before truncation in the ratio": Fault(
+        _put(Proposer, "chain", _raw_ratio), _case(_TOKEN, _TRUNCATED)
+    ),
+    "greedy drafts handed in as sampled": Fault(
+        _put(Proposer, "chain", _claims_sampling), _case(_TOKEN, drafting="greedy")
+    ),
+    "a policy drops the token it stopped at": Fault(
+        _put(Proposer, "chain", _drops_last), _case(("token", "confidence"))
+    ),
+    "tree children tried as q = 1, refused ones not removed": Fault(
+        _put(decode, "verify_tree", _no_removal), _case(_TREE)
+    ),
+    "sampled tree children pruned by confidence": Fault(
+        _put(draft, "grow_sampled", _pruned), _case(_SAMPLED, _TRUNCATED)
+    ),
+    "siblings under the law of the first": Fault(
+        _put(tree, "_without_replacement", _shared), _case(_SAMPLED, _TRUNCATED, drafter="causal")
+    ),
+    "tree residual through softmax": Fault(
+        _put(verify_tree, "residual", _softmaxed), _case(_SAMPLED, _TRUNCATED)
+    ),
+    "the cache keeps a tree's first nodes": Fault(
+        _put(SlabCache, "keep", _first_nodes), _case(_TREE)
+    ),
+    "laws of another row": Fault(_put(decode, "row_log_probs", _neighbours), _case(_TOKEN)),
+    "rules that do not see the draft": Fault(
+        _put(decode, "apply_rules", _forgets_drafts),
+        _case(_TOKEN, _TRUNCATED, rules=Rules(repetition_penalty=1.5, frequency_penalty=0.4)),
+    ),
+    "an end token inside of a block does not end": Fault(
+        _put(Row, "emit", _runs_on), _case(_TOKEN, ends=(0,))
+    ),
+}
+"""What is planted, by what is wrong with it."""

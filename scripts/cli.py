@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--all",
         action="store_true",
-        help="every combination of options on the tiny models: a quarter of an hour",
+        help="every combination of options on the tiny models: about 20 minutes",
     )
     verify.add_argument("--out", type=Path, metavar="FILE", help="write the verdict as JSON")
     verify.set_defaults(run=_verify)
