@@ -172,7 +172,7 @@ class _Batch:
         if self.greedy:
             self.last = logits.argmax(-1)  # [B]
         else:
-            law = row_log_probs(logits, self.laws).double().exp()
+            law = row_log_probs(logits, self.laws).exp()
             everywhere = torch.ones(len(lengths), dtype=torch.bool, device=device)
             self.last = self.draws.categorical(law, everywhere)
         if self.draft is not None:

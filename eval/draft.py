@@ -83,6 +83,7 @@ class Proposer:
     def __init__(self, drafter: Drafter, target: Target, rows: int, capacity: int, clock: Clock):
         self.drafter, self.target, self.clock = drafter, target, clock
         self.state: Any = drafter.start(rows, capacity)
+        self._kept: Tensor | None = None
         self._sync = target.device.type == "cuda"
 
     def now(self) -> float:
@@ -121,7 +122,6 @@ class Proposer:
         """
         most, device = max(room), self.target.device
         limit = torch.tensor(list(room), device=device)  # [B]
-        shape = len(room), most, self.target.vocab_size
         log_q: Tensor | None = None
         count = torch.zeros_like(limit)
         going = limit > 0  # [B]
@@ -138,9 +138,8 @@ class Proposer:
                 chosen = logits.argmax(-1)  # [B]
             else:
                 law_q = row_log_probs(logits, laws)  # [B, V_d]
-                if log_q is None:
-                    log_q = law_q.new_full(shape, -torch.inf)
-                chosen = draws.categorical(law_q.double().exp(), going)
+                log_q = self._laws(law_q, most)
+                chosen = draws.categorical(law_q.exp(), going)
                 log_q[:, k, slice(law_q.shape[1]) if ids_of is None else ids_of] = law_q
             new = chosen if ids_of is None else ids_of[chosen]
             tokens = torch.cat([tokens, new[:, None]], 1)
@@ -152,6 +151,18 @@ class Proposer:
                 break
             wide = self._extend(new[:, None])
         return Drafted(tokens, count, None if log_q is None else log_q[:, : tokens.shape[1]])
+
+    def _laws(self, like: Tensor, most: int) -> Tensor:
+        """Where a chain's laws are kept, `[B, most, V]`: one place for all rounds of these rows.
+
+        Tokens that the drafter cannot propose stay at -inf, the others are written at each step.
+        """
+        known = self._kept
+        if known is None or known.shape[0] != len(like) or known.shape[1] < most:
+            self._kept = known = like.new_full(
+                (len(like), most, self.target.vocab_size), -torch.inf
+            )
+        return known
 
     def tree(
         self,

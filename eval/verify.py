@@ -4,7 +4,8 @@ Batched, rows independent. Each row drafted its first `drafted[b]` <= γ tokens;
 row is padding of any content. `log_q[b, i]` is the law that draft token i was *really drawn from*
 (a deterministic choice is one-hot), `log_p[b, i]` the target's serving law at the same place,
 `log_p[b, drafted[b]]` its law after the whole draft. The output is distributed as the target alone,
-whatever q is; a token with p = 0 is never emitted.
+whatever q is; a token with p = 0 is never emitted. Ratios and joint ratios are float64; laws over
+the vocabulary keep the dtype they come in, float32 or better, and are summed in float64.
 
 Every rule returns (accepted [B], next_token [B]): the round emits draft[b, :accepted[b]], then
 next_token[b]. Cutting at end tokens is left to the caller. A drafter that decided to stop *after
@@ -50,11 +51,11 @@ def _next(
 ) -> Tensor:
     """Draw from norm(max(scale·p - q, 0)) after a rejection, from p after none: `[B]`."""
     rows = torch.arange(len(accepted), device=accepted.device)
-    p = log_p[rows, accepted].double().exp()  # [B, V]
-    if log_q.shape[1]:
-        q = log_q[rows, accepted.clamp_max(log_q.shape[1] - 1)].double().exp()  # [B, V]
-        whole = (accepted == drafted)[:, None]
-        p = torch.where(whole, p, residual(p, q, scale[:, None]))
+    p = log_p[rows, accepted].exp()  # [B, V]
+    refused = accepted < drafted  # [B]
+    if bool(refused.any()):
+        q = log_q[rows, accepted.clamp_max(log_q.shape[1] - 1)].exp()  # [B, V]
+        p = torch.where(refused[:, None], residual(p, q, scale[:, None].to(p.dtype)), p)
     return draws.categorical(p, torch.ones_like(accepted, dtype=torch.bool))
 
 
@@ -100,8 +101,9 @@ def block(
         joints.append(joint)
         chance = joint  # [B], h_i of the last drafted token
         if i < gamma:
-            p, q = log_p[:, i].double().exp(), log_q[:, i].double().exp()  # [B, V] after x_i
-            excess = (joint[:, None] * p - q).clamp_min(0.0).sum(1)  # [B], Z_i
+            p, q = log_p[:, i].exp(), log_q[:, i].exp()  # [B, V] after x_i
+            left = p.mul_(joint[:, None].to(p.dtype)).sub_(q).clamp_min_(0.0)
+            excess = left.sum(1, dtype=torch.float64)  # [B], Z_i
             whole = excess + 1.0 - joint
             inner = torch.where(whole > 0, excess / whole, 1.0)
             chance = torch.where(drafted == i, joint, inner)
