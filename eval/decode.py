@@ -192,7 +192,9 @@ class _Batch:
         start = self.now()
         out = self.target.forward(ids, self.cache, self.taps, branch)
         logits = self.target.logits(out.hidden)  # [B, N+1, V]
-        self.clock.target += self.now() - start
+        spent = self.now() - start
+        self.clock.target += spent
+        self.clock.passes.append((ids.shape[1], spent))
         path, accepted, following = self._verify(drafted, logits)
         tokens = torch.cat([drafted.tokens.gather(1, path), following[:, None]], 1)  # [B, D+1]
         tokens.scatter_(1, accepted[:, None], following[:, None])

@@ -6,7 +6,7 @@ drawn from goes with it: that is what keeps any draft lossless.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from .tree import TreeShape, grow, grow_sampled
 
 @dataclass
 class Clock:
-    """Seconds inside model forwards and in all, prefill apart."""
+    """Seconds inside model forwards and in all, prefill apart.
+
+    passes: (tokens a row, seconds) of every target pass of a round.
+    """
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -34,6 +37,7 @@ class Clock:
     rounds: int = 0
     drafting_rounds: int = 0
     later_steps: int = 0
+    passes: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def outside(self) -> float:

@@ -30,8 +30,10 @@ _REPEATS = 9
 class Cost:
     """Costs in units of one plain target pass, under one law.
 
-    v[n]: a target pass over n rows; c_first, c: first and later draft steps; o: the rest of a
-    speculative round; o_plain: the rest of a plain step; seconds: one target pass over one row.
+    v[n]: a target pass over n rows, in a round; c_first, c: first and later draft steps; o: the
+    rest of a speculative round; o_plain: the rest of a plain step; seconds: one target pass over
+    one row. Passes behind a draft cost more than the same ones back to back, as the draft has
+    pushed the target's weights out of the caches: v is what they cost in rounds.
     """
 
     seconds: float
@@ -127,14 +129,21 @@ def calibrate(
     rows: dict[int, float],
     settings: DecodeSettings,
 ) -> Cost:
-    """Measure draft steps and overhead on `requests` (not the timed ones) under `law`."""
+    """Measure draft steps and overhead on `requests` (not the timed ones) under `law`.
+
+    `rows` are `measure_rows`, back to back: how passes compare with each other. How much dearer
+    they are in rounds is measured in the rounds.
+    """
     gamma = max(2, settings.num_draft_tokens)
     settings = replace(settings, num_draft_tokens=gamma)
     plain, fast = _clocks(target, drafter, requests, law, settings)
     unit = plain.target / max(1, plain.rounds)
+    behind = [(n, spent) for n, spent in fast.passes if n > 1]  # a draft
+    alone = sum(rows[n] / rows[1] for n, _ in behind) * unit
+    dearer = sum(spent for _, spent in behind) / alone if alone else 1.0
     return Cost(
         seconds=unit,
-        v={n: seconds / rows[1] for n, seconds in rows.items()},
+        v={n: seconds / rows[1] * (dearer if n > 1 else 1.0) for n, seconds in rows.items()},
         c_first=fast.draft_first / max(1, fast.drafting_rounds) / unit,
         c=fast.draft_later / max(1, fast.later_steps) / unit,
         o=fast.outside / max(1, fast.rounds) / unit,
@@ -150,10 +159,11 @@ def calibrate_tree(
     v: float,
     settings: DecodeSettings,
 ) -> TreeCost:
-    """As `calibrate`, for the tree of `settings`; `v` is `measure_tree` of its size.
+    """As `calibrate`, for the tree of `settings`.
 
-    Trees near the end of a reply are cut. So the steps are those of a whole tree: one first step,
-    and one more for each further depth at the mean cost of all later ones.
+    Trees near the end of a reply are cut. So passes are those over whole trees (`v`, which is
+    `measure_tree` of their size, where there was none), and the steps are those of a whole tree:
+    one first step, and one more for each further depth at the mean cost of all later ones.
     """
     assert settings.tree is not None
     plain, fast = _clocks(target, drafter, requests, law, settings)
@@ -161,10 +171,11 @@ def calibrate_tree(
     depth = settings.tree.depth if isinstance(settings.tree, TreeShape) else len(settings.tree)
     first = fast.draft_first / max(1, fast.drafting_rounds)
     later = fast.draft_later / max(1, fast.later_steps)
+    whole = [spent for n, spent in fast.passes if n == 1 + settings.nodes]
     return TreeCost(
         seconds=unit,
         draft=(first + (depth - 1) * later) / unit,
-        v=v,
+        v=sum(whole) / len(whole) / unit if whole else v,
         o=fast.outside / max(1, fast.rounds) / unit,
         o_plain=plain.outside / max(1, plain.rounds) / unit,
     )
