@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 CHUNK_BYTES = 8 << 20
 """Size of one [tokens, V] block; a dozen or two of them are alive at a time."""
-_FEWEST_ROWS = 16
+_FEWEST_ROWS = 32  # fewer would read the head more often than they save memory
 
 
 @dataclass(frozen=True)
