@@ -24,7 +24,7 @@ test: $(STAMP)
 
 # Every combination of options through every branch of chance; not in CI, its result is kept.
 test-full: test
-	$(BIN)/draftsmith verify demo --all --out scripts/results/verify.json
+	$(BIN)/draftsmith verify demo --all --out scripts/results/verify-all.json
 
 style: $(STAMP)
 	$(BIN)/ruff format .
