@@ -142,7 +142,13 @@ def cost_rows(
         "rows": sorted(first.v),
         "v": [first.v[n] for n in sorted(first.v)],
         "by_law": {
-            label: {"o": c.o, "o_plain": c.o_plain, "c": c.c, "c_first": c.c_first}
+            label: {
+                "o": c.o,
+                "o_plain": c.o_plain,
+                "c": c.c,
+                "c_first": c.c_first,
+                "v": [c.v[n] for n in sorted(c.v)],
+            }
             for label, c in costs.items()
         },
         "tree_by_law": {

@@ -165,12 +165,12 @@ def test_costs_are_told_by_law(report: dict[str, Any]) -> None:
     cost = report["cost"]
     assert cost["by_law"].keys() == {"T=0", "T=1", "T=0.7 top_k=8"}
     for costs in cost["by_law"].values():
-        assert costs.keys() == {"o", "o_plain", "c", "c_first"}
+        assert costs.keys() == {"o", "o_plain", "c", "c_first", "v"}
     assert cost["rows"] == [1, 2, 3, 4] and cost["v"][0] == 1.0
     for cell in report["cells"]:
         speed, known = cell["speed"], cost["by_law"][cell["law"]]
         total = 1 + sum(s["value"] for s in cell["survival_estimated"])
-        spent = known["c_first"] + known["c"] + cost["v"][2] + known["o"]
+        spent = known["c_first"] + known["c"] + known["v"][2] + known["o"]
         assert speed["predicted"] == pytest.approx(total * (1 + known["o_plain"]) / spent)
         assert speed["prompts"] == 2
         ratio = speed["speculative_tokens_per_s"] / speed["plain_tokens_per_s"]
