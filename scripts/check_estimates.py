@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, nargs="+", required=True)
     parser.add_argument("--drafter", type=Path, nargs="+", required=True)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args()
     console = Console()
     target = load_target(load_recipe("demo").target)
@@ -49,7 +50,7 @@ def main() -> None:
     rows = []
     for folder in args.drafter:
         drafter = load_drafter(folder, target)
-        for law in LAWS:
+        for law in (law for law in LAWS if law.temperature in args.temperatures):
             records = replies(stores, target, drafter, law)
             expected = estimated(target, drafter, records, law, limit)
             for rule in VERIFIERS if law.temperature else VERIFIERS[:1]:
