@@ -132,7 +132,8 @@ class SlabCache(Cache):
         self.end = 0
         self._n = 0
         self._branch: Branch | None = None
-        self._seen = torch.empty(0)  # [B, m, m], of the branch
+        # Of the branch: tokens before it [B, 1], who sees whom [B, m, m], positions [B, m].
+        self._since = self._seen = self._nodes_at = torch.empty(0)
 
     @property
     def rows(self) -> int:
@@ -145,7 +146,9 @@ class SlabCache(Cache):
         """
         self._n, self._branch = n, branch
         if branch is not None:
+            self._since = torch.tensor(branch.since, device=self.device)[:, None]
             self._seen = ancestors(branch.parents)
+            self._nodes_at = self._since + self._seen.sum(-1) - 1
         self.end = max(self.lengths) + n
         while self.capacity < self.end:
             self.capacity += max(_SPARE_SLOTS, self.end - self.capacity)
@@ -162,14 +165,8 @@ class SlabCache(Cache):
 
     def position_ids(self) -> Tensor:
         """Positions of the tokens of this forward, `[B, n]`."""
-        at = self._slots() if self._branch is None else self._node_positions()[:, -self._n :]
+        at = self._slots() if self._branch is None else self._nodes_at[:, -self._n :]
         return at if self.positions is None else at.clamp_max(self.positions - 1)
-
-    def _node_positions(self) -> Tensor:
-        """Positions of all nodes of the branch, `[B, m]`."""
-        assert self._branch is not None
-        since = torch.tensor(self._branch.since, device=self.device)[:, None]  # [B, 1]
-        return since + self._seen.sum(-1) - 1
 
     def mask(self, dtype: torch.dtype | None) -> Tensor | dict[str, Tensor] | None:
         """Visibility `[B, 1, n, S]` of slots: bool for `dtype=None`, else additive in that dtype.
@@ -186,7 +183,7 @@ class SlabCache(Cache):
             full = slot <= at  # [B, 1, n, S]
         else:
             full, place = self._branch_mask(slot)
-            at = self._node_positions()[:, None, -self._n :, None]  # [B, 1, n, 1]
+            at = self._nodes_at[:, None, -self._n :, None]  # [B, 1, n, 1]
         if self.window is None:
             return _finish(full, dtype)
         near = full & (place > at - self.window)
@@ -199,15 +196,13 @@ class SlabCache(Cache):
 
     def _branch_mask(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """What the branch's new nodes see `[B, 1, n, S]`; every slot's position `[B, 1, 1, S]`."""
-        assert self._branch is not None
-        since = torch.tensor(self._branch.since, device=self.device)[:, None]  # [B, 1]
-        node = slot - since  # [B, S], negative in the row's own tokens
+        node = slot - self._since  # [B, S], negative in the row's own tokens
         m = self._seen.shape[1]
         index = node.clamp(0, m - 1)  # [B, S]
         inside = (node >= 0) & (node < m)
         new = self._seen[:, -self._n :]  # [B, n, m]
         seen = new.gather(2, index[:, None].expand(-1, self._n, -1)) & inside[:, None]  # [B, n, S]
-        place = torch.where(inside, self._node_positions().gather(1, index), slot)  # [B, S]
+        place = torch.where(inside, self._nodes_at.gather(1, index), slot)  # [B, S]
         return (seen | (node < 0)[:, None])[:, None], place[:, None, None]
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from .cache import Branch, SlabCache
 from .chat import template_hash, tokenizer_hash
 from .linear import speed_up_few_rows
 from .probe import check_family
+from .warp import float32_or_better
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ class Target:
         float32, or float64 where the head is.
         """
         hidden = hidden.to(self.dtype)  # stored states are float32 whatever the head is
-        logits = self.head(hidden)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = float32_or_better(self.head(hidden))
         return self.finish_logits(logits)[..., : self.vocab_size]
 
     def finish_logits(self, logits: Tensor) -> Tensor:

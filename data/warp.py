@@ -78,14 +78,18 @@ class Law:
         return " ".join(parts)
 
 
+def float32_or_better(values: Tensor) -> Tensor:
+    """float64 as it is, anything else in float32."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def log_probs(logits: Tensor, law: Law) -> Tensor:
     """Log-probabilities of the law, `[..., V] -> [..., V]`, excluded tokens at -inf.
 
     float32 whatever the model's dtype (float64 stays float64). At T = 0 the result is one-hot
     at the argmax; among equals the lowest id wins.
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logits = logits.to(dtype)  # [..., V]
+    logits = float32_or_better(logits)  # [..., V]
     if law.temperature == 0:
         best = logits.argmax(-1, keepdim=True)  # [..., 1]
         return torch.full_like(logits, -math.inf).scatter(-1, best, 0.0)
@@ -109,7 +113,7 @@ def row_log_probs(logits: Tensor, laws: Sequence[Law]) -> Tensor:
     kinds = dict.fromkeys(laws)
     if len(kinds) == 1:
         return log_probs(logits, laws[0])
-    parts = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).clone()
+    parts = float32_or_better(logits).clone()
     for law in kinds:
         index = torch.tensor([b for b, other in enumerate(laws) if other == law])
         parts[index] = log_probs(logits[index], law)

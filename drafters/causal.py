@@ -18,6 +18,7 @@ from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
 from ..data.dense import dense_weight
 from ..data.target import Target, finish_logits
+from ..data.warp import float32_or_better
 from .base import Step, TrainBatch
 from .cached import CachedText, unroll_text
 from .vocab import check_floor
@@ -159,8 +160,7 @@ class CausalDrafter(nn.Module):
         return self._logits(state.extend(tokens, parents))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return float32_or_better(self.head(hidden))
 
     def _forward(self, ids: Tensor, cache: SlabCache, branch: Branch | None) -> Tensor:
         # A tokenizer of more tokens than the draft knows: what is unknown reads as its last one.

@@ -6,7 +6,6 @@ and policies that look at the size of the batch).
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from ..data.warp import Law, row_log_probs
 from ..drafters.base import Drafter
 from ..train.score import Drafting, draft_law
 from . import verify
-from .draft import Clock, Drafted, Proposer
+from .draft import Clock, Drafted, Proposer, now
 from .draws import Draws, Streams
 from .gamma import Policy
 from .rows import Output, Row, apply_rules, ruled
@@ -86,18 +85,16 @@ def decode(
     `draws` replaces the rows' own streams of chance, for proofs. Raises `UserError` for a prompt
     that is empty or leaves no room in the target's context.
     """
-    for request in requests:
-        if not request.ids:
-            raise UserError("a prompt without any token cannot be decoded")
-        _budget(target, request, settings)
+    if any(not request.ids for request in requests):
+        raise UserError("a prompt without any token cannot be decoded")
     run = _Batch(target, drafter, settings, clock or Clock(), requests, on_tokens, draws)
-    start = run.now()
+    start = now(target.device)
     run.prefill()
-    run.clock.prefill += run.now() - start
-    start = run.now()
+    run.clock.prefill += now(target.device) - start
+    start = now(target.device)
     while run.rows:
         run.round()
-    run.clock.decode += run.now() - start
+    run.clock.decode += now(target.device) - start
     return run.outputs
 
 
@@ -143,18 +140,12 @@ class _Batch:
             self.draft = Proposer(drafter, target, len(requests), capacity, clock)
         self.taps = drafter.taps if drafter is not None and self.draft is not None else ()
         self.last = torch.empty(0)  # [B]
-        self._sync = target.device.type == "cuda"
         self._set_laws()
 
     def _set_laws(self) -> None:
         self.laws = [row.request.law for row in self.rows]
         self.draft_laws = [draft_law(law, self.settings.drafting) for law in self.laws]
         self.greedy = all(law.temperature == 0 for law in self.laws)
-
-    def now(self) -> float:
-        if self._sync:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def prefill(self) -> None:
         """Run the prompts, draw every row's first token, hand prompts and states to the draft."""
@@ -189,10 +180,10 @@ class _Batch:
         since, branch = list(self.cache.lengths), None
         if drafted.parents is not None:  # the last emitted token is the root
             branch = Branch(since, pad(drafted.parents + 1, (1, 0), value=-1))
-        start = self.now()
+        start = now(self.target.device)
         out = self.target.forward(ids, self.cache, self.taps, branch)
         logits = self.target.logits(out.hidden)  # [B, N+1, V]
-        spent = self.now() - start
+        spent = now(self.target.device) - start
         self.clock.target += spent
         self.clock.passes.append((ids.shape[1], spent))
         path, accepted, following = self._verify(drafted, logits)

@@ -22,6 +22,13 @@ from .rows import Row, apply_rules, ruled
 from .tree import TreeShape, grow, grow_sampled
 
 
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @dataclass
 class Clock:
     """Seconds inside model forwards and in all, prefill apart.
@@ -88,12 +95,6 @@ class Proposer:
         self.drafter, self.target, self.clock = drafter, target, clock
         self.state: Any = drafter.start(rows, capacity)
         self._kept: Tensor | None = None
-        self._sync = target.device.type == "cuda"
-
-    def now(self) -> float:
-        if self._sync:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def room(self, row: Row, limit: int) -> int:
         """Tokens this row may draft: within the limit, its budget and the drafter's context."""
@@ -229,15 +230,15 @@ class Proposer:
 
     def _first(self) -> Tensor:
         self.clock.drafting_rounds += 1
-        start = self.now()
+        start = now(self.target.device)
         logits = self.drafter.first(self.state)
-        self.clock.draft_first += self.now() - start
+        self.clock.draft_first += now(self.target.device) - start
         return logits
 
     def _extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        start = self.now()
+        start = now(self.target.device)
         logits = self.drafter.extend(self.state, tokens, parents)
-        self.clock.draft_later += self.now() - start
+        self.clock.draft_later += now(self.target.device) - start
         self.clock.later_steps += 1
         return logits
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..configs.errors import UserError, did_you_mean, require
 from ..configs.load import parse
+from ..data.warp import float32_or_better
 
 LEAST = 50
 """A bin of a calibration, or a position with a table of its own, rests on this many tokens."""
@@ -60,7 +61,7 @@ def confidence_of(logits: Tensor, chosen: Tensor) -> Tensor:
 
     Not the law they were drawn from: that is one-hot where drafts are greedy, and so always sure.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = float32_or_better(logits)
     return (logits.gather(-1, chosen[:, None]).squeeze(-1) - logits.logsumexp(-1)).exp()
 
 
@@ -131,7 +132,7 @@ class AdaEDL:
         return self
 
     def go_on(self, k: int, logits: Tensor, chosen: Tensor) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = float32_or_better(logits)
         entropy = torch.special.entr(logits.softmax(-1)).sum(-1)  # [B]
         return (1 - (self.g * entropy).sqrt() >= self.threshold) & (k + 1 < self.limit)
 

@@ -4,7 +4,6 @@ Costs are calibrated on training prompts, never on the timed ones. Timings are i
 prompt in one process after a warm-up, so that a slow moment of the machine hits every loop.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -19,7 +18,7 @@ from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
 from .decode import DecodeSettings, decode
-from .draft import Clock
+from .draft import Clock, now
 from .intervals import Interval, speedup_interval
 from .tree import TreeShape
 
@@ -112,12 +111,11 @@ def _measure(target: Target, context: int, passes: dict[int, Branch | None]) -> 
     for repeat in range(_REPEATS + 1):
         for n, branch in passes.items():
             block = torch.arange(n, device=target.device)[None]
-            _wait(target)
-            start = time.perf_counter()
+            start = now(target.device)
             target.logits(target.forward(block, cache, branch=branch).hidden)
-            _wait(target)
+            spent = now(target.device) - start
             if repeat:  # the first pass warms up
-                times[n].append(time.perf_counter() - start)
+                times[n].append(spent)
     return {n: median(t) for n, t in times.items()}
 
 
@@ -251,10 +249,9 @@ def generate_ratio(target: Target, requests: Sequence[Request], tokens: int) -> 
     counts: list[tuple[float, float]] = []
     for number, request in enumerate([requests[0], *requests]):
         greedy = Request(**{**request.__dict__, "law": Law(0.0)})
-        start = time.perf_counter()
+        start = now(target.device)
         mine = decode(target, [greedy], DecodeSettings(tokens, 0))[0]
-        _wait(target)
-        middle = time.perf_counter()
+        middle = now(target.device)
         ids = torch.tensor([request.ids], device=target.device)
         model: Any = target.model
         other = model.generate(
@@ -265,16 +262,10 @@ def generate_ratio(target: Target, requests: Sequence[Request], tokens: int) -> 
             eos_token_id=list(target.eos_ids) or None,
             pad_token_id=next(iter(target.eos_ids), 0),
         )
-        _wait(target)
-        end = time.perf_counter()
+        end = now(target.device)
         if number:
             ours.append(middle - start)
             theirs.append(end - middle)
             counts.append((float(len(mine.ids)), float(other.shape[1] - ids.shape[1])))
     made = np.array(counts)
     return speedup_interval(np.array(theirs), made[:, 1], np.array(ours), made[:, 0])
-
-
-def _wait(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()

@@ -49,6 +49,15 @@ CORPUS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: threads would only wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 400 tokens with SmolLM2's special ids; copy it before changing it."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..data.warp import float32_or_better
+
 CHUNK_BYTES = 8 << 20
 """Size of one [tokens, V] block; a dozen or two of them are alive at a time."""
 _FEWEST_ROWS = 32  # fewer would read the head more often than they save memory
@@ -31,7 +33,7 @@ class Head:
 
     def logits(self, raw: Tensor) -> Tensor:
         """float32 logits (float64 stays) of the head's output."""
-        return self.finish(raw if raw.dtype == torch.float64 else raw.float())
+        return self.finish(float32_or_better(raw))
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,18 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.checkpoint import save_drafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.eval.conformance import Bench
 
 SMALL = 12  # a vocabulary whose outputs can be enumerated
 
 DrafterFactory = Callable[[str, Target], Drafter]
 RequestFactory = Callable[..., list[Request]]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """Tiny models on which the decode loop is enumerated."""
+    return Bench()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The real loop, every branch of chance: each way of decoding is exact, each planted fault seen."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 
@@ -19,19 +18,7 @@ from draftsmith.eval.draws import Draws
 from draftsmith.eval.lossless import loop_law, plain_law, total_variation
 from draftsmith.eval.planted import PLANTED, VISIBLE, Fault, caught
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: threads would only wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- the loop is exact

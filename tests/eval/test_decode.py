@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import greedy_reference
 
 from draftsmith.configs.errors import UserError
 from draftsmith.data.gather import Request
@@ -23,20 +24,6 @@ LONGEST = 16
 
 MakeDrafter = Callable[[str, Target], Drafter]
 MakeRequests = Callable[..., list[Request]]
-
-
-def greedy_reference(target: Target, request: Request, limit: int, eos: list[int]) -> list[int]:
-    """What transformers' generate answers."""
-    ids = torch.tensor([request.ids])
-    out = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=limit,
-        do_sample=False,
-        eos_token_id=eos or [10_000],
-        pad_token_id=0,
-    )
-    return out[0, ids.shape[1] :].tolist()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ data/test_vocabulary; all ways of decoding together in the loop's conformance.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,19 +29,7 @@ from draftsmith.eval.lossless import chi_square, loop_law, plain_law, total_vari
 from draftsmith.eval.tree import Tree, TreeShape, grow, grow_sampled
 from draftsmith.eval.verify_tree import tree
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: threads would only wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- laws

@@ -6,7 +6,7 @@ in data/test_vocabulary and drafters/test_checkpoint, B118 in data/test_chat and
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,13 +52,7 @@ EAGER = (*WINDOWED, "llama", "gpt2")
 WAYS: list[dict[str, Any]] = [{}, {"tree": TREE}]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: threads would only wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def words(count: int, seed: int, size: int = V) -> Words:

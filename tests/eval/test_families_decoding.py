@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-import torch
+from drafting import greedy_reference
 from families import FAMILIES, save_tiny
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def test_the_reply_is_that_of_generate(
     make_requests: Callable[..., list[Request]],
 ) -> None:
     requests = make_requests(target, [1, 9, 20])  # windows are crossed
-    expected = [generate(target, request) for request in requests]
+    expected = [greedy_reference(target, r, LIMIT, list(target.eos_ids)) for r in requests]
     drafters = [
         CausalDrafter.from_target(target, CausalConfig(layers=(0, 1, 2)), None).eval(),
         make_drafter("eagle3 reduced", target),
@@ -50,16 +50,3 @@ def test_the_reply_is_that_of_generate(
             outputs = decode(target, requests, settings, drafter)
             assert [o.ids for o in outputs] == expected
             assert all(o.rounds[0][0] > 0 for o in outputs if o.rounds)
-
-
-def generate(target: Target, request: Request) -> list[int]:
-    ids = torch.tensor([request.ids])
-    out = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=LIMIT,
-        do_sample=False,
-        eos_token_id=list(target.eos_ids) or None,
-        pad_token_id=0,
-    )
-    return out[0, ids.shape[1] :].tolist()

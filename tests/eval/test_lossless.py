@@ -1,7 +1,6 @@
 """The proofs themselves: they must catch rules that are wrong."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,14 +19,7 @@ from draftsmith.eval.lossless import (
 )
 from draftsmith.eval.verify import Rule
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: threads would only wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def law_of(seed: int, law: Law | None = None) -> Rule:

@@ -6,7 +6,7 @@ contexts and tree sizes, so a law comes out right only if rows do not disturb ea
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,12 +25,7 @@ Plant = Callable[[Tensor, Extend, Tensor, Draws], Tree]
 """(first, extend, room, draws) -> a grown tree."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- one round with a scripted target and drafter
