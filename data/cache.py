@@ -241,6 +241,19 @@ class SlabCache(Cache):
                 layer.values = layer.values.index_select(0, index)
         self.lengths = [self.lengths[r] for r in rows]
 
+    def put(self, places: Sequence[int], other: "SlabCache") -> None:
+        """Let the first rows of another cache of the same model take these rows' places."""
+        if not places:
+            return
+        count, slots = len(places), max(other.lengths[: len(places)])
+        self.capacity = max(self.capacity, other.capacity)
+        index = torch.tensor(list(places), device=self.device)
+        for mine, theirs in zip(self.slabs, other.slabs, strict=True):
+            mine.keys = _replaced(mine.keys, index, theirs.keys, slots, self.capacity)
+            mine.values = _replaced(mine.values, index, theirs.values, slots, self.capacity)
+        for place, length in zip(places, other.lengths[:count], strict=True):
+            self.lengths[place] = length
+
     def join(self, other: "SlabCache") -> None:
         """Append the rows of another cache of the same model behind this one's rows."""
         self.capacity = other.capacity = max(self.capacity, other.capacity)
@@ -256,6 +269,18 @@ def _finish(visible: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
         ~visible, torch.finfo(dtype).min
     )
+
+
+def _replaced(
+    slab: Tensor | None, rows: Tensor, other: Tensor | None, slots: int, capacity: int
+) -> Tensor:
+    """The slab with the first `slots` of `rows` taken from the first rows of `other`."""
+    if slab is None or other is None:
+        raise ValueError("only caches that have been written can take each other's rows")
+    if slab.shape[2] < slots:
+        slab = torch.nn.functional.pad(slab, (0, 0, 0, capacity - slab.shape[2]))
+    slab[rows, :, :slots] = other[: len(rows), :, :slots]
+    return slab
 
 
 def _stack(parts: Sequence[Tensor | None], slots: int) -> Tensor:

@@ -1,17 +1,20 @@
 """Linear layers whose cost hardly grows from one row to eight, on CPUs.
 
-Decoding multiplies every weight with 1 row, verification with γ+1. The weights' way from memory
-is the floor of both, but BLAS libraries pick poor kernels for a handful of rows, and which form is
-good differs between processors. So each (weight shape, row count) is timed once per machine over
-the honest forms below - all float32, all exact up to rounding order - and the fastest is used by
-the plain and the speculative loop alike.
+Decoding multiplies every weight with 1 row, verification with γ+1, collection with a batch. The
+weights' way from memory is the floor of the first two, but BLAS libraries pick poor kernels for a
+handful of rows, and which form is good differs between processors. So each (weight shape, row
+count) is timed once per machine over the honest forms below - all float32, all exact up to rounding
+order - and the fastest is used by the plain and the speculative loop alike. Where even more rows
+take less time, rows of zeros are added.
 """
 
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -21,10 +24,16 @@ from torch.nn import functional as F
 
 from .files import cache_folder, write_json
 
-MAX_ROWS = 8
+FEW = 8
+"""Up to here each row count is timed by itself."""
+COUNTS = (*range(1, FEW + 1), 16, 32, 64, 128)
+"""Row counts that are timed; others take the form of the next one, beyond the last the usual."""
 _REPEATS = 9
 _CLEARLY = 0.93  # another form must be this much faster than the usual one, or noise would choose
 _TIMED_BYTES = 64 << 20  # weights cycled through while timing, so that they come from memory
+
+Form = tuple[str, int]
+"""A name in FORMS and the rows it computes, those of zeros included."""
 
 
 def _plain(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
@@ -47,20 +56,29 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear` for inference that uses the measured form for up to `MAX_ROWS` rows."""
+    """`nn.Linear` for inference that uses the measured form for up to `COUNTS[-1]` rows."""
 
-    forms: tuple[str, ...]
+    forms: dict[int, Form]
     packed: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if rows > MAX_ROWS:
+        if not 0 < rows <= COUNTS[-1]:
             return super().forward(input)
-        form = FORMS[self.forms[rows]]
-        out = form(input.reshape(rows, self.in_features), self.weight, self.packed)
+        count = rows if rows <= FEW else COUNTS[bisect_left(COUNTS, rows)]
+        name, computed = self.forms[count]
+        x = input.reshape(rows, self.in_features)
+        if rows < computed and count <= FEW:
+            out = FORMS[name](_padded(x, computed), self.weight, self.packed)[:rows]
+        else:
+            out = FORMS[name](x, self.weight, self.packed)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*input.shape[:-1], self.out_features)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows - len(x)))
 
 
 def speed_up_few_rows(*modules: nn.Module) -> None:
@@ -82,24 +100,24 @@ def _convert(layer: nn.Linear) -> None:
     forms = measured_forms(layer.out_features, layer.in_features)
     layer.__class__ = FewRowsLinear
     assert isinstance(layer, FewRowsLinear)
-    layer.forms = ("x·Wᵀ", *forms)
-    needs_packing = "packed" in forms
+    layer.forms = dict(zip(COUNTS, forms, strict=True))
+    needs_packing = any(name == "packed" for name, _ in forms)
     layer.packed = _pack(layer.weight.detach()) if needs_packing else None
 
 
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), MAX_ROWS)
+    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), COUNTS[-1])
 
 
 def _can_pack() -> bool:
     return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
 
 
-_measured: dict[Path, dict[str, list[str]]] = {}
+_measured: dict[Path, dict[str, list[Form]]] = {}
 
 
-def measured_forms(out_features: int, in_features: int) -> list[str]:
-    """The fastest form for 1..`MAX_ROWS` rows of an `[out, in]` weight on this machine.
+def measured_forms(out_features: int, in_features: int) -> list[Form]:
+    """The fastest form of an `[out, in]` weight on this machine for each of `COUNTS` rows.
 
     Measured once and kept in the cache folder, so that a machine always rounds the same way.
     """
@@ -111,14 +129,14 @@ def measured_forms(out_features: int, in_features: int) -> list[str]:
         if key not in table:
             table[key] = _measure(out_features, in_features)
             write_json(path, table)
-        _measured[path] = table
+        _measured[path] = {k: [(name, rows) for name, rows in v] for k, v in table.items()}
     return _measured[path][key]
 
 
 def _table_path() -> Path:
     words = (platform.processor() or platform.machine(), _cpu_model(), torch.__version__)
     name = "-".join("".join(c for c in w if c.isalnum() or c in ".") for w in words if w)
-    return cache_folder() / f"linear-{name}-{torch.get_num_threads()}t.json"
+    return cache_folder() / f"forms-{name}-{torch.get_num_threads()}t.json"
 
 
 def _cpu_model() -> str:
@@ -130,24 +148,45 @@ def _cpu_model() -> str:
     return os.uname().machine if hasattr(os, "uname") else ""
 
 
+@dataclass(frozen=True)
+class _Bench:
+    """Weights of one shape, enough of them to come from memory."""
+
+    weights: list[Tensor]
+    packed: list[Tensor | None]
+
+    def seconds(self, forms: Sequence[Form], rows: int) -> dict[Form, float]:
+        """Median time of each form on `rows` rows, in turns: a slow moment hits all of them."""
+        x = torch.randn(rows, self.weights[0].shape[1])
+        times: dict[Form, list[float]] = {form: [] for form in forms}
+        for _ in range(_REPEATS):
+            for form in forms:
+                name, computed = form
+                start = time.perf_counter()
+                for w, p in zip(self.weights, self.packed, strict=True):
+                    given = x if computed == rows else _padded(x, computed)
+                    FORMS[name](given, w, p)[:rows]
+                times[form].append(time.perf_counter() - start)
+        return {form: median(own) for form, own in times.items()}
+
+
 @torch.no_grad()
-def _measure(out_features: int, in_features: int) -> list[str]:
+def _measure(out_features: int, in_features: int) -> list[Form]:
     copies = max(1, min(32, _TIMED_BYTES // (4 * out_features * in_features)))
     weights = [torch.randn(out_features, in_features) for _ in range(copies)]
-    packed = [_pack(w) if _can_pack() else None for w in weights]
+    bench = _Bench(weights, [_pack(w) if _can_pack() else None for w in weights])
     names = [n for n in FORMS if n != "packed" or _can_pack()]
-    chosen = []
-    for rows in range(1, MAX_ROWS + 1):
-        x = torch.randn(rows, in_features)
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(_REPEATS):  # interleaved, so that a slow moment hits every form
-            for name in names:
-                form = FORMS[name]
-                start = time.perf_counter()
-                for w, p in zip(weights, packed, strict=True):
-                    form(x, w, p)
-                times[name].append(time.perf_counter() - start)
-        best = min(names, key=lambda n: median(times[n]))
-        clear = median(times[best]) < _CLEARLY * median(times["x·Wᵀ"])
-        chosen.append(best if clear else "x·Wᵀ")
-    return chosen
+    best: dict[int, tuple[float, Form]] = {}
+    chosen: dict[int, Form] = {}
+    for rows in COUNTS:
+        times = bench.seconds([(name, rows) for name in names], rows)
+        fastest, usual = min(times, key=lambda form: times[form]), ("x·Wᵀ", rows)
+        chosen[rows] = fastest if times[fastest] < _CLEARLY * times[usual] else usual
+        best[rows] = times[chosen[rows]], chosen[rows]
+    for rows in range(1, FEW):
+        seconds, form = min(best[more] for more in range(rows + 1, FEW + 1))
+        if seconds < _CLEARLY * best[rows][0]:
+            times = bench.seconds([chosen[rows], form], rows)  # with what adding rows costs
+            if times[form] < _CLEARLY * times[chosen[rows]]:
+                chosen[rows] = form
+    return [chosen[rows] for rows in COUNTS]

@@ -1,36 +1,27 @@
-"""Prompts by domain: every row of a source becomes a prompt or a rejection with its reason.
+"""Prompts: every row of a source becomes a prompt or a rejection with its reason.
 
-Layouts are recognised by their keys. Of a chat the prompt is everything the target is to
-answer: the turns up to the last one of a user or tool. Replies in the data are not used, for
-the target writes its own; but a row with a broken reply is rejected all the same.
+Where the target answers, the replies of a row give way to its own: the last one is left out, and
+with `collect.turns: all` each earlier one is only a place to be filled. A row with a broken reply
+is rejected all the same. Where the replies are given (`collect.replies: given`), training takes
+them as they are; prompts held out are answered by the target even so.
 """
 
 import hashlib
 import json
 import logging
-import re
+import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..configs.errors import UserError
-from ..configs.recipe import DomainSection
-from .sources import read_rows
+from ..configs.collection import CollectSection, DomainSection
+from .layouts import ANSWERED, Kind, Message, Parsed, Unusable, parse
+from .sources import Place, read_rows
 
 LOG = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 Split = Literal["train", "heldout"]
-
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"},
-    **{"function": "tool", "observation": "tool"},
-}
-ANSWERED = ("user", "tool")
-KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
-RENDERED = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]")
 
 
 @dataclass(frozen=True)
@@ -38,21 +29,44 @@ class Prompt:
     """What the target is asked, and on which side of the split it stands."""
 
     id: str
-    """Identity of the content, 16 hex digits over domain and messages."""
+    """Identity of the content, 16 hex digits: whatever its domain, source or line."""
     domain: str
-    """Name of its section in the recipe."""
+    """The row's own label, or the name of its section in the recipe."""
     messages: tuple[Message, ...]
-    """Roles and contents as a chat template takes them, ending with the turn to answer."""
+    """Roles and contents as a chat template takes them, ending with the turn to answer. An earlier
+    reply that the target is to make has the content None. If `given`, all turns of the row."""
     source: str
-    """Where it was read, as the recipe spells it."""
+    """Where it was read: the packaged domain, file, URL or data set."""
     line: int
     """Its line there, from 1."""
     split: Split
     """Prompts with one key are all on one side."""
     key: str
     """What the split is drawn from: the row's template, or the first user's text."""
-    raw: bool = False
-    """The one message is sent as bare text, without the chat template."""
+    kind: Kind = "chat"
+    """raw and rendered are one text, and do without the chat template."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the assistant may call, in OpenAI's form."""
+    own_id: str | None = None
+    """The row's own name."""
+    given: bool = False
+    """The replies are the row's, not the target's."""
+    last_only: bool = False
+    """Of given replies only the last is supervised."""
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Places of the replies in order: `messages[:place]` is what one answers.
+
+        Of given replies those that are supervised; what a rendered text holds is not told here.
+        """
+        if self.kind == "rendered" and self.given:
+            return ()
+        if self.given:
+            places = tuple(_reply_places(self.messages))
+            return places[-1:] if self.last_only else places
+        made = (n for n, message in enumerate(self.messages) if message["content"] is None)
+        return (*made, len(self.messages))
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Rejection:
     """A row that is not used, and why."""
 
     source: str
-    """Where it was read, as the recipe spells it."""
+    """Where it was read: the packaged domain, file, URL or data set."""
     line: int
     """Its line there, from 1."""
     reason: str
@@ -70,66 +84,74 @@ class Rejection:
         return f"{self.source}:{self.line}: {self.reason}"
 
 
-class _Unusable(Exception):
-    """The reason why a row cannot become a prompt."""
+def read_prompts(section: DomainSection, collect: CollectSection) -> Iterator[Prompt | Rejection]:
+    """One item for each row of a source between its lines, in its order and while it is read.
 
-
-# ---- sources to prompts
-
-
-def load_domains(sections: Sequence[DomainSection]) -> tuple[list[Prompt], list[Rejection]]:
-    """All prompts of a recipe, none of them twice and no held-out one in training.
+    Fields of messages that are not understood are warned of, each once.
 
     Raises:
-        UserError: as `load_prompts`.
+        UserError: no such source, or a line that cannot be read.
     """
-    prompts: list[Prompt] = []
-    rejections: list[Rejection] = []
-    for section in sections:
-        kept, rejected = load_prompts(section)
-        prompts += kept
-        rejections += rejected
-    kept, rejected = _separate(prompts)
-    assert len(kept) + len(rejected) == len(prompts)
-    return kept, rejections + rejected
-
-
-def load_prompts(section: DomainSection) -> tuple[list[Prompt], list[Rejection]]:
-    """The prompts of one domain in the order of their lines, and the rows that are not used.
-
-    Raises:
-        UserError: no such source, a line that is not JSON, or no usable row at all.
-    """
-    prompts: list[Prompt] = []
-    rejections: list[Rejection] = []
-    for line, row in read_rows(section.source):
+    warned: set[str] = set()
+    unlabelled = section.by is not None
+    last = section.last_line or sys.maxsize
+    for place, row in read_rows(section):
+        if not section.first_line <= place.line <= last:
+            continue
+        item: Prompt | Rejection
         try:
-            prompts.append(_prompt(row, line, section))
-        except _Unusable as fault:
-            rejections.append(Rejection(section.source, line, str(fault)))
-    rows = len(prompts) + len(rejections)
-    if not prompts:
-        first = f", the first being {rejections[0]}" if rejections else ""
-        raise UserError(f"no usable prompt among the {rows} rows of '{section.source}'{first}")
-    if len(rejections) > rows / 2:
-        LOG.warning("%s: %d of %d rows are unusable", section.source, len(rejections), rows)
-    prompts, rejected = _separate(prompts)
-    rejections += rejected
-    if section.max_rows is not None:
-        first_ids = {p.id for p in sorted(prompts, key=lambda p: p.id)[: section.max_rows]}
-        reason = f"beyond max_rows {section.max_rows}"
-        rejections += [
-            Rejection(p.source, p.line, reason) for p in prompts if p.id not in first_ids
-        ]
-        prompts = [p for p in prompts if p.id in first_ids]
-    assert rows == len(prompts) + len(rejections)
-    return prompts, sorted(rejections, key=lambda rejection: rejection.line)
+            parsed = parse(row, section.kind, section.by)
+            item = to_prompt(parsed, place, section, collect)
+        except Unusable as fault:
+            item = Rejection(place.source, place.line, str(fault))
+        else:
+            for field in sorted(parsed.unread - warned):
+                LOG.warning("%s: '%s' of its messages is ignored", section.source, field)
+            warned |= parsed.unread
+            unlabelled = unlabelled and parsed.label is None
+        yield item
+    if unlabelled:
+        LOG.warning(
+            "%s: no usable row says its domain as '%s': all are called '%s'",
+            *(section.source, section.by, section.name),
+        )
 
 
-def prompts_sha256(prompts: Iterable[Prompt]) -> str:
-    """Hash of a set of prompts and their split, whatever their order."""
-    lines = sorted(f"{prompt.id} {prompt.split}" for prompt in prompts)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def to_prompt(
+    parsed: Parsed, place: Place, section: DomainSection, collect: CollectSection
+) -> Prompt:
+    """What the target is asked of a row, or the row's replies to learn from.
+
+    Raises:
+        Unusable: with the reason.
+    """
+    key = parsed.template or _first_user_text(parsed.messages)
+    domain = parsed.label or section.name
+    _must_be_text([key, domain, parsed.own_id])
+    drawn = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    split: Split = "heldout" if drawn < section.holdout * 2**64 else "train"
+    given = split == "train" and collect.replies == "given"
+    messages = parsed.messages
+    if section.reasoning == "inline":
+        messages = tuple(_inlined(message) for message in messages)
+    if given:
+        _check_given(parsed)
+    else:
+        messages = _asked(messages, anew=collect.turns == "all")
+    return Prompt(
+        id=_identity(messages, parsed, given),
+        domain=domain,
+        messages=messages,
+        source=place.source,
+        line=place.line,
+        split=split,
+        key=key,
+        kind=parsed.kind,
+        tools=parsed.tools,
+        own_id=parsed.own_id,
+        given=given,
+        last_only=given and collect.turns == "last",
+    )
 
 
 def normalised(text: str) -> str:
@@ -137,179 +159,74 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _separate(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Rejection]]:
-    """Drop training prompts that are held out too, then all but the first of equal prompts.
-
-    Within one domain equal keys are on one side by themselves. Not so across domains with
-    different shares, or where the texts differ only in case or spaces.
-    """
-    heldout = [p for p in prompts if p.split == "heldout"]
-    keys = {p.key: p for p in heldout}
-    texts = {_text(p): p for p in heldout}
-    seen: dict[str, Prompt] = {}
-    kept: list[Prompt] = []
-    rejections: list[Rejection] = []
-    for prompt in prompts:
-        twin = keys.get(prompt.key) or texts.get(_text(prompt))
-        content = json.dumps(prompt.messages, sort_keys=True)
-        if prompt.split == "train" and twin:
-            reason = f"held out as {twin.source}:{twin.line}"
-        elif content in seen:
-            reason = f"duplicate of {seen[content].source}:{seen[content].line}"
-        else:
-            seen[content] = prompt
-            kept.append(prompt)
-            continue
-        rejections.append(Rejection(prompt.source, prompt.line, reason))
-    return kept, rejections
+def _identity(messages: Sequence[Message], parsed: Parsed, given: bool) -> str:
+    """16 hex digits over what is asked; a plain chat's do not depend on what else there is."""
+    content: dict[str, Any] = {"messages": messages}
+    if parsed.kind != "chat":
+        content["kind"] = parsed.kind
+    if parsed.tools:
+        content["tools"] = parsed.tools
+    if given:
+        content["given"] = True
+    return hashlib.sha256(_must_be_text(content)).hexdigest()[:16]
 
 
-def _text(prompt: Prompt) -> str:
-    return normalised(_first_user_text(prompt.messages))
+def _must_be_text(content: object) -> bytes:
+    """Its JSON."""
+    try:
+        return json.dumps(content, sort_keys=True, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Unusable("half of a surrogate pair, which is not valid text") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unusable(f"holds what JSON cannot say: {error}") from None
 
 
 def _first_user_text(messages: Sequence[Message]) -> str:
     return next(str(m["content"]) for m in messages if m["role"] == "user")
 
 
-# ---- rows to prompts
+def _reply_places(messages: Sequence[Message]) -> list[int]:
+    """Where the assistant speaks; a greeting before the first user's turn answers nothing."""
+    roles = [message["role"] for message in messages]
+    return [n for n, role in enumerate(roles) if role == "assistant" and "user" in roles[:n]]
 
 
-def _prompt(row: object, line: int, section: DomainSection) -> Prompt:
-    """One row as a prompt.
+def _asked(messages: tuple[Message, ...], anew: bool) -> tuple[Message, ...]:
+    """The turns up to the last one to answer.
 
-    Raises:
-        _Unusable: with the reason.
+    Args:
+        anew: earlier replies give way to the target's, save those that call tools: the result that
+            follows answers just that call.
     """
-    if not isinstance(row, Mapping):
-        raise _Unusable("not a JSON object")
-    messages = _messages(row, section.raw)
-    if section.raw and len(messages) != 1:
-        raise _Unusable("a raw domain takes single texts, not chats")
-    template = row.get("template")
-    if template is not None and not (isinstance(template, str) and template.strip()):
-        raise _Unusable("'template' is not a text")
-    key = template or _first_user_text(messages)
-    identity: list[object] = [section.name, messages]
-    if section.raw:
-        identity.append("raw")
-    try:
-        drawn = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        json.dumps(messages, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise _Unusable("half of a surrogate pair, which is not valid text") from None
-    return Prompt(
-        id=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16],
-        domain=section.name,
-        messages=messages,
-        source=section.source,
-        line=line,
-        split="heldout" if drawn < section.holdout * 2**64 else "train",
-        key=key,
-        raw=section.raw,
-    )
+    last = max(n for n, message in enumerate(messages) if message["role"] in ANSWERED)
+    asked = list(messages[: last + 1])
+    for place in _reply_places(asked) if anew else ():
+        if "tool_calls" in asked[place]:
+            continue
+        if asked[place - 1]["role"] == "assistant":
+            raise Unusable(f"message {place + 1} (assistant) follows another reply")
+        asked[place] = {"role": "assistant", "content": None}
+    return tuple(asked)
 
 
-def _messages(row: Mapping[str, Any], raw: bool) -> tuple[Message, ...]:
-    """The messages of a row, by the first of the known keys that has a value."""
-    layouts = ("messages", "conversations", "turns", "prompt", "question", "instruction", "text")
-    layout = next((key for key in layouts if row.get(key) is not None), None)
-    if layout is None:
-        null = next((key for key in layouts if key in row), None)
-        raise _Unusable(f"'{null}' is null" if null else f"none of the keys {', '.join(layouts)}")
-    value = row[layout]
-    if layout in ("messages", "conversations") or (layout == "prompt" and isinstance(value, list)):
-        if row.get("tools"):
-            raise _Unusable("'tools' are not supported: the template would have to print them")
-        return _chat(value, layout)
-    if layout == "turns":
-        # The first turn alone: later ones belong to answers that the target has not given.
-        if not isinstance(value, list) or not value:
-            raise _Unusable("'turns' is not a list of texts")
-        value = value[0]
-    text = _text_of(value, layout)
-    if layout == "text" and not raw and RENDERED.search(text):
-        raise _Unusable("'text' holds a chat already rendered: give it as 'messages'")
-    if layout == "instruction" and row.get("input") is not None:
-        more = _text_of(row["input"], "input", empty=True)
-        text = f"{text}\n\n{more}" if more.strip() else text
-    return ({"role": "user", "content": text},)
+def _check_given(parsed: Parsed) -> None:
+    """Refuse a row whose replies cannot be learnt from."""
+    if parsed.kind == "rendered":
+        return
+    places = _reply_places(parsed.messages)
+    if not places:
+        raise Unusable("no reply is given")
+    missing = next((n for n in places if parsed.messages[n]["content"] is None), None)
+    if missing is not None:
+        raise Unusable(f"no reply is given as message {missing + 1}")
+    if parsed.cut:
+        raise Unusable("the reply given was cut off before its end")
 
 
-def _text_of(value: object, name: str, empty: bool = False) -> str:
-    """A text as it stands; of a list of parts, those of type text.
-
-    Raises:
-        _Unusable: not a text, or nothing in it unless `empty`.
-    """
-    if isinstance(value, list):
-        parts = [p for p in value if isinstance(p, Mapping) and p.get("type") == "text"]
-        if len(parts) < len(value):
-            raise _Unusable(f"{name} has parts that are not text")
-        value = "".join(_text_of(part.get("text"), name, True) for part in parts)
-    if value is None:
-        raise _Unusable(f"{name} is null")
-    if not isinstance(value, str):
-        raise _Unusable(f"{name} is not a text")
-    if not empty and not value.strip():
-        raise _Unusable(f"{name} is empty")
-    return value
-
-
-def _chat(value: object, layout: str) -> tuple[Message, ...]:
-    """The turns to answer; all turns are checked, those after them too."""
-    if not isinstance(value, list) or not value:
-        raise _Unusable(f"'{layout}' is not a list of messages")
-    messages = [_message(message, place) for place, message in enumerate(value, start=1)]
-    if all(message["role"] != "user" for message in messages):
-        raise _Unusable("no user turn")
-    while messages[-1]["role"] not in ANSWERED:
-        messages.pop()
-    if all(message["role"] != "user" for message in messages):
-        raise _Unusable("no user turn")
-    return tuple(messages)
-
-
-def _message(value: object, place: int) -> Message:
-    """One turn, whether it says role and content or from and value."""
-    if not isinstance(value, Mapping):
-        raise _Unusable(f"message {place} is not a mapping")
-    said = value.get("role") or value.get("from")
-    role = ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise _Unusable(f"message {place} has the unknown role {said!r}")
-    calls = value.get("tool_calls") or []
-    content = value.get("content") if "content" in value else value.get("value")
-    if calls and content is None:
-        content = ""
-    # A system prompt or a tool's result may be empty on purpose, a turn of talk may not.
-    empty = bool(calls) or role in ("system", "developer", "tool")
-    message: Message = {
-        "role": role,
-        "content": _text_of(content, f"message {place} ({role})", empty),
-    }
-    message |= {field: value[field] for field in KEPT_FIELDS if value.get(field) is not None}
-    if calls:
-        message["tool_calls"] = _tool_calls(calls, f"message {place} ({role})")
-    return message
-
-
-def _tool_calls(calls: object, name: str) -> list[Message]:
-    """Tool calls with their arguments as a mapping, for templates print those as JSON."""
-    if not isinstance(calls, list):
-        raise _Unusable(f"{name} has tool_calls that are not a list")
-    result = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _Unusable(f"{name} has a tool call without a function name")
-        arguments = function.get("arguments")
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            raise _Unusable(f"{name} has tool call arguments that are not JSON") from None
-        arguments = {} if arguments is None else arguments
-        if not isinstance(arguments, Mapping):
-            raise _Unusable(f"{name} has tool call arguments that are not an object")
-        result.append({**call, "function": {**function, "arguments": dict(arguments)}})
-    return result
+def _inlined(message: Message) -> Message:
+    """A message that says its reasoning before its content, marked as most templates do."""
+    rest = {field: value for field, value in message.items() if field != "reasoning_content"}
+    if len(rest) == len(message):
+        return message
+    thought = message["reasoning_content"].strip("\n")
+    return {**rest, "content": f"<think>\n{thought}\n</think>\n\n{message['content']}"}

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,7 +23,7 @@ from ..configs.errors import UserError
 from ..configs.recipe import TargetSection
 from . import embedded
 from .cache import Branch, SlabCache
-from .chat import template_hash, tokenizer_hash
+from .chat import rules_hash, template_hash, tokenizer_hash
 from .linear import speed_up_few_rows
 from .probe import check_family
 from .warp import float32_or_better
@@ -184,6 +185,61 @@ def _decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
     raise UserError(f"found no list of {count} decoder layers in {type(body).__name__}")
 
 
+@dataclass(frozen=True)
+class TargetInfo:
+    """What is known of a target without its weights: enough to prepare prompts and ask servers."""
+
+    tokenizer: PreTrainedTokenizerBase
+    provenance: dict[str, Any]
+    """As a Target's; weights is None."""
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_positions: int | None
+    place: str
+    """The folder or Hub id that it is loaded from."""
+
+
+def target_info(section: TargetSection) -> TargetInfo:
+    """Tokenizer and configuration alone. Raises `UserError` as `load_target`."""
+    place, provenance = _locate(section)
+    config, tokenizer, options = _read(place, section)
+    try:
+        generation: Any = GenerationConfig.from_pretrained(place, **options)
+    except OSError:  # a target need not have one
+        generation = None
+    text = config.get_text_config(decoder=True)
+    rows = int(getattr(text, "vocab_size", None) or len(tokenizer))
+    positions = getattr(text, "max_position_embeddings", None)
+    return TargetInfo(
+        tokenizer=tokenizer,
+        provenance=provenance
+        | {
+            "model_type": config.model_type,
+            "quantisation": provenance["quantisation"] or _quantisation(config),
+            "dtype": None,
+            "weights": None,
+            **_words(tokenizer, section, min(len(tokenizer), rows)),
+        },
+        eos_ids=_eos_ids(generation, tokenizer),
+        vocab_size=min(len(tokenizer), rows),
+        max_positions=int(positions) if positions else None,
+        place=place,
+    )
+
+
+def _words(
+    tokenizer: PreTrainedTokenizerBase, section: TargetSection, vocab_size: int
+) -> dict[str, Any]:
+    """What a target's provenance says about text."""
+    return {
+        "template_options": dict(section.template_options),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "rules": rules_hash(tokenizer),
+        "template": template_hash(tokenizer, section.template_options),
+        "vocab_size": vocab_size,
+    }
+
+
 def load_target(section: TargetSection, few_rows: bool = True) -> Target:
     """Load the embedded default, a local folder or a Hub id; frozen, in evaluation mode.
 
@@ -198,10 +254,10 @@ def load_target(section: TargetSection, few_rows: bool = True) -> Target:
         model=model,
         tokenizer=tokenizer,
         provenance=provenance,
-        eos_ids=_eos_ids(model, tokenizer),
+        eos_ids=_eos_ids(getattr(model, "generation_config", None), tokenizer),
         vocab_size=len(tokenizer),
     )
-    _describe(target)
+    _describe(target, section)
     check_family(target)
     if few_rows:
         speed_up_few_rows(model)
@@ -213,10 +269,11 @@ def _locate(section: TargetSection) -> tuple[str, dict[str, Any]]:
         folder = embedded.embedded_folder()
         known = json.loads((folder / embedded._PROVENANCE).read_text(encoding="utf-8"))
         return str(folder), {**known, "source": "embedded"}
-    local = Path(section.name).expanduser().is_dir()
-    kept = Path(section.name).expanduser() / embedded._PROVENANCE
+    folder = Path(section.name).expanduser()
+    local = folder.is_dir()
+    kept = folder / embedded._PROVENANCE
     known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    return section.name, {
+    return str(folder) if local else section.name, {
         "name": Path(section.name).name if local else section.name,
         "base_model": known.get("base_model", "" if local else section.name),
         "revision": known.get("revision", section.revision),
@@ -226,13 +283,34 @@ def _locate(section: TargetSection) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    place = str(Path(place).expanduser()) if Path(place).expanduser().is_dir() else place
+_FAULTS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+
+
+def _not_loaded(section: TargetSection, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0]
+    return UserError(
+        f"cannot load target '{section.name}': {reason}; target.name takes "
+        f"'{embedded.NAME}' (needs no network), a local model folder, or a Hub id that is "
+        "reachable or already in the Hub cache"
+    )
+
+
+def _read(
+    place: str, section: TargetSection
+) -> tuple[Any, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Configuration and tokenizer, and the options they were loaded with."""
     options = {} if Path(place).is_dir() else {"revision": section.revision}
-    device = pick_device(section.device)
     try:
         config = AutoConfig.from_pretrained(place, **options)
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        return config, AutoTokenizer.from_pretrained(place, **options), options
+    except _FAULTS as error:
+        raise _not_loaded(section, error) from error
+
+
+def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    device = pick_device(section.device)
+    config, tokenizer, options = _read(place, section)
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
@@ -240,13 +318,8 @@ def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrain
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot load target '{section.name}': {reason}; target.name takes "
-            f"'{embedded.NAME}' (needs no network), a local model folder, or a Hub id that is "
-            "reachable or already in the Hub cache"
-        ) from error
+    except _FAULTS as error:
+        raise _not_loaded(section, error) from error
     model, info = loaded
     if info["missing_keys"]:  # transformers would go on with random values
         raise UserError(
@@ -282,8 +355,7 @@ def pick_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
+def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for found in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
         if found is not None:
             return tuple(found) if isinstance(found, list | tuple) else (int(found),)
@@ -297,7 +369,7 @@ def _quantisation(config: Any) -> str | None:
     return None if found is None else str(getattr(method, "quant_method", method))
 
 
-def _describe(target: Target) -> None:
+def _describe(target: Target, section: TargetSection) -> None:
     config = target.model.config
     digest = hashlib.sha256()
     for name, tensor in sorted(target.model.state_dict().items()):
@@ -315,7 +387,5 @@ def _describe(target: Target) -> None:
         "quantisation": target.provenance["quantisation"] or _quantisation(config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "weights": digest.hexdigest()[:16],
-        "tokenizer": tokenizer_hash(target.tokenizer),
-        "template": template_hash(target.tokenizer),
-        "vocab_size": target.vocab_size,
+        **_words(target.tokenizer, section, target.vocab_size),
     }

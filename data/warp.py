@@ -6,7 +6,7 @@ One definition for collecting, training, estimating and decoding: the warpers ar
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ..configs.errors import UserError
+from ..configs.recipe import LawSection
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,26 @@ class Law:
     @property
     def label(self) -> str:
         """Short name for tables: "T=0", "T=0.7 top_k=50"."""
-        parts = [f"T={self.temperature:g}"]
+        parts = [f"T={_exact(self.temperature)}"]
         if self.top_k:
             parts.append(f"top_k={self.top_k}")
         if self.top_p < 1.0:
-            parts.append(f"top_p={self.top_p:g}")
+            parts.append(f"top_p={_exact(self.top_p)}")
         if self.min_p > 0:
-            parts.append(f"min_p={self.min_p:g}")
+            parts.append(f"min_p={_exact(self.min_p)}")
         if self.typical_p < 1.0:
-            parts.append(f"typical_p={self.typical_p:g}")
+            parts.append(f"typical_p={_exact(self.typical_p)}")
         return " ".join(parts)
+
+
+def law_of(section: LawSection) -> Law:
+    """The law that a recipe's section describes."""
+    return Law(**asdict(section))
+
+
+def _exact(number: float) -> str:
+    """A number in so many digits that no other has them: labels are parts of keys."""
+    return repr(float(number)).removesuffix(".0")
 
 
 def float32_or_better(values: Tensor) -> Tensor:

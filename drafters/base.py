@@ -5,11 +5,13 @@ a conversation is its token `prompt_len + r`. Reply token 0 comes from prefill a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from ..data.records import Top
 
 
 @dataclass(frozen=True)
@@ -17,18 +19,20 @@ class TrainBatch:
     """B conversations, right-padded to T tokens, with R reply tokens in all.
 
     ids: `[B, T]`; lengths, prompt_lens: `[B]`; taps: `[B, T-1, L*h]` (last dimension 0 for families
-    that read none); hidden: `[R, h]` and log_z: `[R]` of all reply tokens, row after row; domain:
-    `[R]` index of the domain of each; first: `[B]` where a row's reply begins in those R.
+    that read none); domain: `[R]` index of the domain of each reply token, row after row; first:
+    `[B]` where a row's reply begins in those R. The target's distributions where they were drawn
+    are told by hidden `[R, h]` and log_z `[R]`, or else by top of R rows.
     """
 
     ids: Tensor
     lengths: Tensor
     prompt_lens: Tensor
     taps: Tensor
-    hidden: Tensor
-    log_z: Tensor
     domain: Tensor
     first: Tensor
+    hidden: Tensor | None = None
+    log_z: Tensor | None = None
+    top: Top | None = None
 
     @property
     def reply_lens(self) -> Tensor:
@@ -40,7 +44,13 @@ class TrainBatch:
         return int((self.reply_lens - 1).sum())
 
     def to(self, device: torch.device) -> "TrainBatch":
-        return TrainBatch(**{name: t.to(device) for name, t in self.__dict__.items()})
+        return TrainBatch(**{name: _moved(value, device) for name, value in vars(self).items()})
+
+
+def _moved(value: Tensor | Top | None, device: torch.device) -> Any:
+    if isinstance(value, Top):
+        return replace(value, ids=value.ids.to(device), log_probs=value.log_probs.to(device))
+    return None if value is None else value.to(device)
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,126 @@
 """Records with the target's states, and the batches that drafters are trained and scored on."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
 
 from ..configs.errors import UserError
 from ..data.gather import recompute_states
 from ..data.records import Record
+from ..data.shards import RowInfo
 from ..data.store import RecordStore
 from ..data.target import Target
+from ..data.top import joined
 from .base import TrainBatch
+
+_IDENTITY = ("weights", "tokenizer", "rules", "template", "vocab_size")
+"""What records and drafters depend on, of what is known of a target."""
+_UNKNOWN = "a server answered, and whether its weights are this target's cannot be checked"
+_TOGETHER = 32  # records that the target runs on at a time, where their states were not kept
 
 
 def records_with_states(
-    store: RecordStore, target: Target, taps: tuple[int, ...], split: str | None = None
+    store: RecordStore,
+    target: Target,
+    taps: tuple[int, ...],
+    split: str | None = None,
+    accept: bool = False,
 ) -> list[Record]:
     """The store's records with the target's states, `taps` in that order; recomputed if not kept.
 
-    Raises `UserError` if the records are of another target, or do not hold these layers.
+    Raises `UserError` as `check_identity` does.
     """
-    was = store.settings
-    if was["target"]["weights"] != target.provenance["weights"]:
-        raise UserError(f"{store.folder} was collected from another target than this recipe's")
-    records = list(store.records(split))
-    if was["distributions"] == "none":
-        size = int(was["batch_size"])
-        parts = [records[i : i + size] for i in range(0, len(records), size)]
-        return [r for part in parts for r in recompute_states(target, part, taps)]
-    if not set(taps) <= set(was["taps"]):
+    recompute = store.settings["distributions"] != "hidden"
+    check_identity(store, target, () if recompute else taps, accept)
+    return _with_states(store, target, taps, list(store.records(split)), recompute)
+
+
+@dataclass(frozen=True)
+class StateReader(Sequence[Record]):
+    """Records of `store` to train on, each read when it is asked for.
+
+    Where tokens alone were kept the target runs on them; the most probable ones are left as told.
+    """
+
+    store: RecordStore
+    target: Target
+    taps: tuple[int, ...]
+    rows: Sequence[RowInfo]
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        """The records at these places."""
+        records = self.store.read([self.rows[i] for i in indices])
+        recompute = self.store.settings["distributions"] == "none"
+        return _with_states(self.store, self.target, self.taps, records, recompute)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return self.read(range(len(self))[index])
+        return self.read([index])[0]
+
+    def __iter__(self) -> Iterator[Record]:
+        for begin in range(0, len(self), _TOGETHER):
+            yield from self[begin : begin + _TOGETHER]
+
+
+def check_identity(
+    store: RecordStore, target: Target, taps: tuple[int, ...], accept: bool = False
+) -> None:
+    """Raises `UserError` if the records are of another target, naming each difference.
+
+    Also if they do not hold the layers `taps`. `accept` makes another target a warning, unless its
+    vocabulary is of another size. The weights behind a server are not known: that is a warning.
+    """
+    was, here = store.settings["target"], target.provenance
+    there = here | {name: value for name, value in was.items() if value is not None}
+    differ = [name for name in _IDENTITY if there[name] != here[name]]
+    if was.get("weights", "") is None:
+        warnings.warn(f"{store.folder}: {_UNKNOWN}", stacklevel=2)
+    if differ:
+        told = ", ".join(f"{name} {there[name]!r} there and {here[name]!r} here" for name in differ)
+        message = f"{store.folder} was collected from another target than this recipe's: {told}"
+        if not accept or "vocab_size" in differ:
+            raise UserError(f"{message}; collect again, or take the target it was collected from")
+        warnings.warn(f"{message}; they are read all the same, as asked", stacklevel=2)
+    kept = store.settings["distributions"]
+    if kept == "top" and taps:
         raise UserError(
-            f"{store.folder} holds layers {was['taps']}, the drafter reads {list(taps)}; "
-            "collect again with this recipe"
+            f"{store.folder} holds the target's most probable tokens alone, the drafter reads its "
+            f"layers {list(taps)}; take collect.distributions hidden or none, or the family "
+            "'causal'"
         )
-    if list(taps) == was["taps"]:
+    if kept == "hidden" and not set(taps) <= set(store.settings["taps"]):
+        raise UserError(
+            f"{store.folder} holds layers {store.settings['taps']}, the drafter reads "
+            f"{list(taps)}; collect again with this recipe"
+        )
+
+
+def _with_states(
+    store: RecordStore,
+    target: Target,
+    taps: tuple[int, ...],
+    records: list[Record],
+    recompute: bool,
+) -> list[Record]:
+    layers = store.settings["taps"]
+    if recompute:
+        parts = [records[i : i + _TOGETHER] for i in range(0, len(records), _TOGETHER)]
+        return [r for part in parts for r in recompute_states(target, part, taps)]
+    if list(taps) == layers:
         return records
-    places = [was["taps"].index(tap) for tap in taps]
-    return [_select_taps(r, places, len(was["taps"])) for r in records]
+    places = [layers.index(tap) for tap in taps]
+    return [_select_taps(r, places, len(layers)) for r in records]
 
 
 def _select_taps(record: Record, places: list[int], layers: int) -> Record:
@@ -46,25 +130,40 @@ def _select_taps(record: Record, places: list[int], layers: int) -> Record:
 
 
 def collate(records: Sequence[Record], domains: Sequence[str]) -> TrainBatch:
-    """Records with states → one right-padded batch; domains are indices into `domains`."""
-    longest = max(len(r.ids) for r in records)
-    first_states = records[0].states
-    assert first_states is not None
-    ids = torch.zeros(len(records), longest, dtype=torch.long)
-    taps = torch.zeros(len(records), longest - 1, first_states.taps.shape[-1])
+    """Records that all have states, or all tops → one right-padded batch, without taps for tops.
+
+    Domains are indices into `domains`. Raises `UserError` where some have neither, and for tops of
+    several temperatures.
+    """
+    ids = torch.zeros(len(records), max(len(r.ids) for r in records), dtype=torch.long)
     for b, record in enumerate(records):
-        assert record.states is not None
         ids[b, : len(record.ids)] = record.ids
-        taps[b, : len(record.ids) - 1] = record.states.taps.float()
     replies = torch.tensor([len(r.reply) for r in records])
     index = torch.tensor([domains.index(r.domain) for r in records])
     return TrainBatch(
         ids=ids,
         lengths=torch.tensor([len(r.ids) for r in records]),
         prompt_lens=torch.tensor([r.prompt_len for r in records]),
-        taps=taps,
-        hidden=torch.cat([r.states.hidden for r in records if r.states is not None]),
-        log_z=torch.cat([r.states.log_z for r in records if r.states is not None]),
         domain=index.repeat_interleave(replies),
         first=replies.cumsum(0) - replies,
+        **_distributions(records, ids.shape[1]),
     )
+
+
+def _distributions(records: Sequence[Record], longest: int) -> dict[str, Any]:
+    """The part of a batch of `longest` tokens that tells the target's distributions, and taps."""
+    states = [r.states for r in records if r.states is not None]
+    if len(states) == len(records):
+        taps = torch.zeros(len(records), longest - 1, states[0].taps.shape[-1])
+        for b, own in enumerate(states):
+            taps[b, : len(own.taps)] = own.taps.float()
+        hidden, log_z = torch.cat([s.hidden for s in states]), torch.cat([s.log_z for s in states])
+        return {"taps": taps, "hidden": hidden, "log_z": log_z}
+    tops = [r.top for r in records if r.top is not None]
+    if len(tops) < len(records):
+        raise UserError(
+            f"of {len(records)} records, {len(states)} hold the target's states and {len(tops)} "
+            "its most probable tokens, and a batch needs the one or the other of all; collect "
+            "again with one setting of collect.distributions"
+        )
+    return {"taps": torch.zeros(len(records), longest - 1, 0), "top": joined(tops)}

@@ -45,6 +45,11 @@ def resolved_taps(config: FamilyConfig, num_layers: int) -> tuple[int, ...]:
     return config.resolved_taps(num_layers) if isinstance(config, Eagle3Config) else ()
 
 
+def reads_target(config: FamilyConfig) -> bool:
+    """Whether drafters of this configuration take in what the target computes."""
+    return isinstance(config, Eagle3Config)
+
+
 def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Drafter:
     """A drafter for `target` to be trained, its draft vocabulary chosen on training `records`.
 

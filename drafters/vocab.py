@@ -8,6 +8,7 @@ from torch import Tensor
 from ..configs.errors import UserError
 from ..data.records import Record
 from ..data.target import Target
+from .batch import StateReader
 
 _ROWS = 256  # states turned into full distributions at a time
 _POSITIONS = 8192  # enough to rank tokens; beyond it only the time grows
@@ -21,8 +22,9 @@ def captured_mass(target: Target, records: Sequence[Record]) -> Tensor:
     Counts what the target *would* say at temperature 1, not only what was sampled; records without
     states count their words.
     """
-    stride = max(1, sum(len(r.reply) - 1 for r in records) // _POSITIONS)
-    domains = sorted({r.domain for r in records})
+    known = records.rows if isinstance(records, StateReader) else records  # states are not read yet
+    stride = max(1, sum(len(r.reply) - 1 for r in known) // _POSITIONS)
+    domains = sorted({r.domain for r in known})
     mass = torch.zeros(len(domains), target.vocab_size, dtype=torch.float64)
     passed = 0
     for record in records:

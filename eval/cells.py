@@ -45,7 +45,8 @@ def cell_row(
     """
     section = recipe.eval
     gamma = recipe.serving.num_draft_tokens
-    decoded = [outputs[r.key] for r in cell.records if r.key in outputs]
+    found = [r for r in cell.records if r.key in outputs]
+    decoded, ids = [outputs[r.key] for r in found], [r.prompt_id for r in found]
     fixed = recipe.serving.policy is None and recipe.serving.tree is None
     known = estimate(scores, gamma, recipe.serving.verifier, section.bootstrap)
     produced = np.array([len(o.ids) - 1.0 for o in decoded])
@@ -64,7 +65,8 @@ def cell_row(
     return {
         "domain": cell.domain,
         "law": cell.law.label,
-        "prompts": len(decoded),
+        "prompts": len(set(ids)),
+        "replies": len(decoded),
         "tokens": int(produced.sum()),
         "overlap": overlap_interval(scores, section.bootstrap).to_dict(),
         "captured_mass": captured_mass(scores),
@@ -72,7 +74,7 @@ def cell_row(
         "uncaptured_tokens": sum(c.uncaptured for c in scores),
         "excluded_samples": sum(c.excluded for c in scores),
         "survival_estimated": [s.to_dict() for s in known.survival] if fixed else [],
-        "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap).to_dict(),
+        "tokens_per_round": ratio_interval(produced, rounds, section.bootstrap, ids).to_dict(),
         "tokens_per_round_estimated": known.tokens_per_round.to_dict() if fixed else None,
         "tokens_per_round_by_serving": by_serving,
         "mean_accepted": accepted / max(1, len(every)),

@@ -26,15 +26,17 @@ def estimate(
 ) -> Estimate:
     """τ and S_k of decoding with `num_draft_tokens`, expected over the drafts."""
     found = expected(conversations, num_draft_tokens, verifier)
-    tau = ratio_interval(found.tokens.numpy(), found.rounds.numpy(), bootstrap)
+    ids = [c.prompt_id for c in conversations]
+    tau = ratio_interval(found.tokens.numpy(), found.rounds.numpy(), bootstrap, ids)
     pairs = zip(found.accepted.T.numpy(), found.attempts.T.numpy(), strict=True)
-    return Estimate(tau, tuple(ratio_interval(a, n, bootstrap) for a, n in pairs))
+    return Estimate(tau, tuple(ratio_interval(a, n, bootstrap, ids) for a, n in pairs))
 
 
 def overlap_interval(conversations: Sequence[Conversation], bootstrap: int) -> Interval:
     """α pooled over tokens, resampled over conversations."""
     shared = np.array([c.overlap[0][0] for c in conversations])
-    return ratio_interval(shared, np.array([float(c.tokens) for c in conversations]), bootstrap)
+    tokens = np.array([float(c.tokens) for c in conversations])
+    return ratio_interval(shared, tokens, bootstrap, [c.prompt_id for c in conversations])
 
 
 def captured_mass(conversations: Sequence[Conversation]) -> float:

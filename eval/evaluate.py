@@ -16,13 +16,12 @@ from rich.console import Console
 
 from ..configs.errors import UserError
 from ..configs.recipe import EvalSection, Recipe
-from ..data.collect import held_out, law_of
 from ..data.files import write_json
 from ..data.gather import Request, request_of
-from ..data.records import Record
+from ..data.records import Record, held_out
 from ..data.store import RecordStore
 from ..data.target import Target
-from ..data.warp import Law
+from ..data.warp import Law, law_of
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
 from ..train.score import Conversation, Drafting, score
@@ -60,9 +59,13 @@ def evaluate(
     store: RecordStore,
     folder: Path,
     console: Console,
+    accept: bool = False,
 ) -> dict[str, Any]:
-    """Run the recipe's evaluation on `store`'s held-out records; returns the report."""
-    records = records_with_states(store, target, drafter.taps, "heldout")
+    """Run the recipe's evaluation on `store`'s held-out records; returns the report.
+
+    `accept` takes records of another target, with a warning.
+    """
+    records = records_with_states(store, target, drafter.taps, "heldout", accept)
     cells = _cells(recipe, records)
     limit = int(store.settings["max_new_tokens"])
     run = _Run(recipe, target, drafter, folder, console, limit)
@@ -305,13 +308,9 @@ def _lossless(
 ) -> dict[str, Any]:
     """Greedy outputs against the target's own, collected without any draft."""
     records = [r for c in cells if c.law.temperature == 0 for r in c.records if r.key in outputs]
-    theirs = {r.prompt_id: r.reply.tolist() for r in records}
-    ours = {r.prompt_id: outputs[r.key].ids for r in records}
-    margins = {
-        r.prompt_id: _margins(target, r)
-        for r in records
-        if ours[r.prompt_id] != theirs[r.prompt_id]
-    }
+    theirs = {r.name: r.reply.tolist() for r in records}
+    ours = {r.name: outputs[r.key].ids for r in records}
+    margins = {r.name: _margins(target, r) for r in records if ours[r.name] != theirs[r.name]}
     return greedy_equality(ours, theirs, margins, recipe.eval.near_tie_margin)
 
 

@@ -1,5 +1,6 @@
 """Intervals of pooled ratios. The unit that is resampled is the conversation, never the token."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -22,9 +23,21 @@ class Interval:
 
 
 def ratio_interval(
-    numerator: NDArray[np.float64], denominator: NDArray[np.float64], resamples: int
+    numerator: NDArray[np.float64],
+    denominator: NDArray[np.float64],
+    resamples: int,
+    conversations: Sequence[str] | None = None,
 ) -> Interval:
-    """Σ numerator / Σ denominator with a percentile bootstrap over the entries."""
+    """Σ numerator / Σ denominator with a percentile bootstrap over the entries.
+
+    Entries of one conversation, such as its turns, are resampled together.
+    """
+    if conversations is not None:
+        _, group = np.unique(np.array(conversations, dtype=np.str_), return_inverse=True)
+        numerator, denominator = (
+            np.bincount(group, weights=values).astype(np.float64)
+            for values in (numerator, denominator)
+        )
     if not denominator.sum() > 0:
         return Interval(0.0, None, None)
     value = float(numerator.sum() / denominator.sum())

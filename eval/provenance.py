@@ -41,7 +41,7 @@ def provenance(
             "threads": torch.get_num_threads(),
             "device": str(target.device),
         },
-        "prompts_sha256": store.settings["prompts"],
+        "prompts_sha256": store.identity,
     }
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from rich.console import Console
 
 from draftsmith.configs.load import load_recipe
-from draftsmith.data.collect import plan_requests
 from draftsmith.data.gather import Request
 from draftsmith.data.linear import speed_up_few_rows
-from draftsmith.data.prompts import load_domains
+from draftsmith.data.plan import make_asks
 from draftsmith.data.target import Target, load_target
+from draftsmith.data.turns import opening_requests
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import load_drafter
@@ -26,6 +27,7 @@ from draftsmith.eval.decode import DecodeSettings, decode
 from draftsmith.eval.draft import Clock
 from draftsmith.eval.intervals import Interval, speedup_interval
 from draftsmith.eval.provenance import processor
+from draftsmith.scripts.pipeline import prepare_recipe
 from draftsmith.scripts.results import FOLDER, save_result
 
 NAME = "decode"
@@ -79,8 +81,10 @@ def prepare(
     """
     recipe = load_recipe("demo")
     target = load_target(recipe.target)
-    planned, _ = plan_requests(recipe, target, load_domains(recipe.domains)[0])
-    greedy = [r for r in planned if r.law == Law(0.0)]
+    prepared = prepare_recipe(recipe, target, Console(stderr=True))
+    greedy = opening_requests(
+        prepared, [a for a in make_asks(recipe, prepared) if a.law == Law(0.0)]
+    )
     held_out = in_turns([r for r in greedy if r.split == "heldout"])[: 2 * prompts]
     plain = decode(target, held_out, DecodeSettings(tokens, 0))  # warms up, too
     lengths = {r.prompt_id: len(o.ids) for r, o in zip(held_out, plain, strict=True)}

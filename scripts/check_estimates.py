@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.configs.load import load_recipe
-from draftsmith.data.collect import held_out
-from draftsmith.data.records import Record
+from draftsmith.data.records import Record, held_out
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target, load_target
 from draftsmith.data.warp import Law

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..configs.errors import UserError
+from ..configs.errors import Unfinished, UserError
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
 
@@ -24,10 +24,13 @@ anything fails."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 1 if what it checks failed, 2 for input that cannot be used,
-    130 if it was stopped."""
+    3 if a time limit came first, 130 if it was stopped."""
     args = _arguments(argv)
     try:
         return int(args.run(args) or 0)
+    except Unfinished as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return 3
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 2
@@ -73,12 +76,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     _add(commands, "demo", "collect, train, evaluate and publish on the embedded target", _demo)
-    _add(commands, "collect", "let the target answer a recipe's prompts", _collect)
+    look = commands.add_parser("inspect", help="what becomes of rows, and what is supervised")
+    look.add_argument("what", metavar="recipe|file", help="a recipe, or a file of rows")
+    look.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it")
+    look.add_argument("--show", type=int, default=3, metavar="N", help="rows to show in full")
+    look.set_defaults(run=_inspect)
+    gather = _add(commands, "collect", "let the target answer a recipe's prompts", _collect)
+    gather.add_argument(
+        "--deadline", type=_seconds, metavar="TIME", help="stop in time, such as 90s, 45m or 8h"
+    )
     train = _add(commands, "train", "train a drafter on collected records", _train)
-    train.add_argument("--records", type=Path, help="a record folder; default: collect first")
+    train.add_argument("--records", help="a record folder or URL; default: collect first")
     measure = _add(commands, "eval", "measure a drafter on held-out prompts", _eval)
     measure.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
-    measure.add_argument("--records", type=Path, help="a record folder; default: collect first")
+    measure.add_argument("--records", help="a record folder or URL; default: collect first")
     measure.add_argument(
         "--prompts",
         action="append",
@@ -87,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         help="measure on these prompts instead of the recipe's domains; may be repeated",
     )
     measure.add_argument("--max-rows", type=int, help="at most this many prompts per source")
+    for command in (train, measure):
+        command.add_argument(
+            "--accept-records", action="store_true", help="take records of another target, too"
+        )
     publish = _add(commands, "publish", "write the folder engines load, with its card", _publish)
     publish.add_argument("--drafter", type=Path, required=True, help="a drafter folder")
     publish.add_argument("--report", type=Path, required=True, help="its evaluation's folder")
@@ -159,13 +174,33 @@ def _demo(args: argparse.Namespace) -> None:
     run.console.print(f"report: {report / 'report.html'}")
 
 
+def _seconds(text: str) -> float:
+    """A span of time in seconds, minutes or hours."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        value = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is no span of time such as 90s, 45m or 8h")
+    return value
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from .inspection import inspection
+
+    return inspection(args.what, args.overrides, args.show, Console())
+
+
 def _collect(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
+    run.deadline = args.deadline
     run.console.print(f"records: {run.collect().folder}")
 
 
 def _train(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
+    run.accept = args.accept_records
     run.console.print(f"drafter: {run.untrained() or run.train(_store(args, run))}")
 
 
@@ -177,6 +212,7 @@ def _eval(args: argparse.Namespace) -> None:
     if args.prompts:
         recipe = with_prompts(recipe, args.prompts, args.max_rows)
     run = _run(recipe, args.runs)
+    run.accept = args.accept_records
     drafter = args.drafter or run.untrained()
     if args.prompts and drafter is None:
         raise UserError("--prompts measures a trained drafter: name its folder with --drafter")

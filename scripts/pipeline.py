@@ -8,28 +8,32 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 
+from ..configs.collection import DomainSection
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
-from ..configs.recipe import DomainSection, Recipe
-from ..data.collect import collect, collect_settings
+from ..configs.recipe import Recipe
+from ..data.collection import Work, collect, collect_settings
 from ..data.files import write_json
 from ..data.linear import speed_up_few_rows
-from ..data.prompts import Prompt, Rejection, load_domains
+from ..data.prepare import Prepared, prepare
 from ..data.store import RecordStore, settings_hash
-from ..data.target import Target, load_target
+from ..data.target import Target, TargetInfo, load_target, pick_device, target_info
+from ..data.top import check_law
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
 from ..drafters.registry import (
     FamilyConfig,
     UntrainedConfig,
     family_config,
+    reads_target,
     resolved_taps,
     untrained_drafter,
 )
@@ -37,15 +41,22 @@ from ..eval.evaluate import evaluate
 from ..eval.report import read_report, write_report
 from ..eval.serving import check_serving
 from ..train.loop import train, train_settings
-from ..train.objective import bind_objective
+from ..train.objective import bind_objective, training_law
 from .publish import publish
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Everything that can be wrong with a recipe without loading a model."""
-    family_config(recipe.drafter, f"recipe '{recipe.name}'")
+    family, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     bind_objective(recipe.objective, recipe.serving)
     check_serving(recipe)
+    if recipe.collect.distributions == "top":
+        check_law(training_law(recipe.serving), recipe.collect.top, 1.0)
+        if reads_target(config):
+            raise UserError(
+                f"collect.distributions top keeps no states, and family '{family}' reads the "
+                "target's layers; take hidden, or none, with which training runs the target again"
+            )
 
 
 @dataclass
@@ -55,8 +66,12 @@ class Run:
     recipe: Recipe
     root: Path
     console: Console
+    deadline: float | None = None
+    """Seconds that collecting may take in this process."""
+    accept: bool = False
+    """Records of another target are taken, with a warning."""
     _target: Target | None = None
-    _prompts: list[Prompt] = field(default_factory=list)
+    _prepared: Prepared | None = None
 
     @property
     def target(self) -> Target:
@@ -73,16 +88,15 @@ class Run:
         return self._target
 
     @property
-    def prompts(self) -> list[Prompt]:
-        if not self._prompts:
-            self._prompts, rejected = load_domains(self.recipe.domains)
-            by_reason: dict[tuple[str, str], list[Rejection]] = {}
-            for rejection in rejected:
-                by_reason.setdefault((rejection.source, rejection.reason), []).append(rejection)
-            for (source, reason), rows in by_reason.items():
-                where = f"{source}: {len(rows)} rows, the first in line {rows[0].line}"
-                self.console.print(f"left out of {where}: {reason}", style="yellow", soft_wrap=True)
-        return self._prompts
+    def prepared(self) -> Prepared:
+        """The recipe's prompts; needs no more of the target than its tokenizer."""
+        if self._prepared is None:
+            self._prepared = prepare_recipe(self.recipe, self._described(), self.console)
+        return self._prepared
+
+    def _described(self) -> Target | TargetInfo:
+        """The target if it is loaded, else what is known without its weights."""
+        return self._target or target_info(self.recipe.target)
 
     def taps(self, drafter_folder: Path | None = None) -> tuple[int, ...]:
         """The target layers this run's drafter (or a saved one) reads."""
@@ -106,24 +120,35 @@ class Run:
     # ---- stages
 
     def collect(self, drafter_folder: Path | None = None) -> RecordStore:
+        # First, so that each process of several loads the target onto its own device.
+        processes = PartialState(cpu=pick_device(self.recipe.target.device).type == "cpu")
         with self._stage("collect"):
-            taps = self.taps(drafter_folder)
-            settings = collect_settings(self.recipe, self.target, taps, self.prompts)
+            with processes.local_main_process_first():
+                prepared = self.prepared  # before the target is loaded: faults of data show early
+            if self.recipe.collect.server is None:
+                target: Target | TargetInfo = self.target
+                taps = self.taps(drafter_folder)
+            else:
+                target, taps = self._described(), ()
+            settings = collect_settings(self.recipe, target, taps)
             folder = self.root / f"records-{settings_hash(settings)}"
-            return collect(self.recipe, self.target, taps, self.prompts, folder, self.console)
+            console = self.console if processes.is_main_process else Console(quiet=True)
+            return collect(
+                Work(self.recipe, target, taps, prepared, folder, console, self.deadline)
+            )
 
     def train(self, store: RecordStore) -> Path:
         with self._stage("train"):
             depends = train_settings(self.recipe, store)
             folder = self.root / f"train-{settings_hash(depends)}"
-            return train(self.recipe, self.target, store, folder, self.console)
+            return train(self.recipe, self.target, store, folder, self.console, self.accept)
 
     def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
         """The folder with `report.json` and `report.html`."""
         depends = {
             "eval": to_dict(self.recipe.eval),
             "serving": to_dict(self.recipe.serving),
-            "records": settings_hash(store.settings),
+            "records": store.identity,
             "drafter": weights_hash(drafter_folder),
         }
         folder = self.root / f"eval-{settings_hash(depends)}"
@@ -131,8 +156,9 @@ class Run:
             with self._stage("eval"):
                 drafter = self._fast(load_drafter(drafter_folder, self.target))
                 report = evaluate(
-                    self.recipe, self.target, drafter, drafter_folder, store, folder, self.console
-                )
+                    self.recipe, self.target, drafter, drafter_folder, store, folder, self.console,
+                    self.accept,
+                )  # fmt: skip
             report["stages"] = self.stages()
             write_report(report, folder)
         return folder
@@ -176,6 +202,14 @@ class Run:
         path = self.root / "stages.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return [{"stage": name, "seconds": seconds} for name, seconds in known.items()]
+
+
+def prepare_recipe(recipe: Recipe, target: Target | TargetInfo, console: Console) -> Prepared:
+    """The recipe's prompts as this target is to be asked them."""
+    return prepare(
+        recipe.domains, recipe.collect, target.tokenizer, target.eos_ids, target.max_positions,
+        recipe.target.template_options, console,
+    )  # fmt: skip
 
 
 def with_prompts(recipe: Recipe, sources: list[str], max_rows: int | None) -> Recipe:

@@ -19,10 +19,9 @@ from rich.console import Console
 
 from draftsmith.configs.load import load_recipe, recipe_hash
 from draftsmith.configs.recipe import ObjectiveSection, Recipe
-from draftsmith.data.collect import held_out
 from draftsmith.data.files import write_json
 from draftsmith.data.gather import request_of
-from draftsmith.data.records import Record
+from draftsmith.data.records import Record, held_out
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target, load_target
 from draftsmith.data.warp import Law

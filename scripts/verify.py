@@ -21,11 +21,9 @@ from rich.table import Table
 
 from ..configs.errors import UserError
 from ..configs.recipe import Recipe
-from ..data.chat import render_prompt
 from ..data.files import write_json
 from ..data.gather import GatherSettings, Request, answer
 from ..data.linear import speed_up_few_rows
-from ..data.prompts import load_domains
 from ..data.target import Target, load_target
 from ..data.warp import Law
 from ..drafters.base import Drafter
@@ -38,6 +36,7 @@ from ..eval.equality import compared, references, ways
 from ..eval.kernels import LEAST, bonferroni, kernel_p_values, loop_p_values
 from ..eval.planted import PLANTED, VISIBLE, caught
 from ..eval.provenance import processor
+from .pipeline import prepare_recipe
 
 NEW_TOKENS = 32
 """Length of the compared replies."""
@@ -59,7 +58,7 @@ def verify(
     """
     start = time.perf_counter()
     # First what can be refused.
-    target, requests = _questions(recipe, prompts_per_domain)
+    target, requests = _questions(recipe, prompts_per_domain, console)
     greedy = _greedy(recipe, target, requests, drafter_folder, console)
     with _one_thread():
         bench = Bench()
@@ -164,24 +163,26 @@ def _kernels(bench: Bench, console: Console) -> dict[str, Any]:
 # ---- on the recipe's target
 
 
-def _questions(recipe: Recipe, prompts_per_domain: int) -> tuple[Target, list[Request]]:
+def _questions(
+    recipe: Recipe, prompts_per_domain: int, console: Console
+) -> tuple[Target, list[Request]]:
     """The target in float32, and the first held-out prompts of every domain that fit into it."""
     if prompts_per_domain < 1:
         raise UserError(f"--prompts-per-domain is {prompts_per_domain}, but must be 1 or more")
-    prompts, _ = load_domains(recipe.domains)
-    target = load_target(replace(recipe.target, dtype="float32"), few_rows=False)
+    asked = replace(recipe.collect, replies="target", max_new_tokens=NEW_TOKENS)
+    recipe = replace(recipe, collect=asked, target=replace(recipe.target, dtype="float32"))
+    target = load_target(recipe.target, few_rows=False)
+    prepared = prepare_recipe(recipe, target, console)
     requests: list[Request] = []
-    for domain in dict.fromkeys(p.domain for p in prompts):
-        own = [p for p in prompts if p.domain == domain]
-        held_out = [p for p in own if p.split == "heldout"] or own  # nothing is trained here
-        fitting: list[Request] = []
-        for prompt in held_out:
-            ids = tuple(render_prompt(target.tokenizer, prompt.messages, raw=prompt.raw))
-            if len(ids) + NEW_TOKENS <= (target.max_positions or 1 << 30):
-                fitting.append(Request(prompt.id, domain, "heldout", ids, Law(0.0), 0))
-            if len(fitting) == prompts_per_domain:
-                break
-        requests += fitting
+    places = range(len(prepared))
+    domains, splits, ids = (prepared.rows[name] for name in ("domain", "split", "id"))
+    for domain in dict.fromkeys(domains):
+        own = [i for i in places if domains[i] == domain]
+        held_out = [i for i in own if splits[i] == "heldout"] or own  # nothing is trained here
+        requests += [
+            Request(ids[i], domain, "heldout", prepared.ids(i), Law(0.0), 0)
+            for i in held_out[:prompts_per_domain]
+        ]
     if not requests:
         raise UserError(
             f"no prompt of recipe '{recipe.name}' leaves room for {NEW_TOKENS} tokens in the "
@@ -231,7 +232,7 @@ def _untrained(recipe: Recipe, target: Target, requests: Sequence[Request]) -> D
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     if isinstance(config, UntrainedConfig):
         return untrained_drafter(config, target)
-    words = answer(target, requests, GatherSettings(NEW_TOKENS, len(requests), (), False))
+    words = answer(target, requests, GatherSettings(NEW_TOKENS, len(requests), (), "none"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         drafter = new_drafter(config, target, words)

@@ -187,7 +187,7 @@ def records(tiny_target: Target) -> list[Record]:
         split = "heldout" if i % 4 == 3 else "train"
         law = Law((0.7, 1.0)[i % 2])
         requests.append(Request(f"p{i}", "ab"[i // 4 % 2], split, tuple(ids.tolist()), law, i))
-    settings = GatherSettings(RECORD_LIMIT, batch_size=8, taps=(1, 1, 2), keep_states=True)
+    settings = GatherSettings(RECORD_LIMIT, batch_size=8, taps=(1, 1, 2), keep="hidden")
     full = answer(tiny_target, requests, settings)
     return [cut(r, 1 + (5 * i) % RECORD_LIMIT) for i, r in enumerate(full)]
 

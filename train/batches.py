@@ -1,12 +1,15 @@
 """Training batches from records: one order per seed and epoch, a token budget, little padding."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ..configs.errors import UserError
-from ..data.records import Record
 from ..drafters.base import TrainBatch
+
+T = TypeVar("T")
 
 _POOL = 8  # batches' worth of rows that are sorted by length together
 
@@ -54,8 +57,17 @@ def _split(rows: Sequence[int], supervised: Sequence[int], budget: int) -> Itera
         yield batch
 
 
+class Extent(Protocol):
+    """How long a record is: its prompt, and something as long as its reply."""
+
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def reply(self) -> Sized: ...
+
+
 def make_plan(
-    records: Sequence[Record], tokens_per_batch: int, seed: int, use: Sequence[bool] | None = None
+    records: Sequence[Extent], tokens_per_batch: int, seed: int, use: Sequence[bool] | None = None
 ) -> Plan:
     """A plan over `records`, or those that `use` marks.
 
@@ -70,7 +82,8 @@ def make_plan(
             f"none of the {sum(used)} training records has two reply tokens or more, so "
             "there is nothing to train on; collect longer replies"
         )
-    return Plan(tuple(len(r.ids) for r in records), supervised, tokens_per_batch, seed)
+    sizes = tuple(r.prompt_len + len(r.reply) for r in records)
+    return Plan(sizes, supervised, tokens_per_batch, seed)
 
 
 def endless(
@@ -94,6 +107,18 @@ def endless(
                 yield load(batch)
             number += 1
         epoch += 1
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items in the same order, the next one made by a thread while one is in use.
+
+    What making one raises is raised here in its turn. The thread ends with this iterator.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item
 
 
 def batches_per_epoch(plan: Plan, world: int) -> int:

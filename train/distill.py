@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train the recipe's drafter on collected records; 2 for input that cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="a YAML recipe, or a shipped one's name")
-    parser.add_argument("--records", type=Path, required=True, help="what `collect` wrote")
+    parser.add_argument("--records", required=True, help="the folder or URL `collect` wrote")
+    parser.add_argument("--accept-records", action="store_true", help="of another target, too")
     parser.add_argument("--out", type=Path, required=True, help="folder of the training run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(argv)
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # First, so that each process of several loads the target onto its own device.
         PartialState(cpu=pick_device(recipe.target.device).type == "cpu")
         target = load_target(recipe.target, few_rows=False)
-        print(train(recipe, target, store, args.out, Console(stderr=True)))
+        console = Console(stderr=True)
+        print(train(recipe, target, store, args.out, console, args.accept_records))
     except UserError as error:
         print(f"distill: {error}", file=sys.stderr)
         return 2

@@ -23,13 +23,13 @@ from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe, TrainSection
 from ..data.files import write_json
-from ..data.store import RecordStore, settings_hash
+from ..data.store import RecordStore
 from ..data.target import Target
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.checkpoint import save_drafter
 from ..drafters.distribution import DraftVocabularyP
 from ..drafters.registry import family_config, new_drafter
-from .batches import batches_per_epoch, endless
+from .batches import ahead, batches_per_epoch, endless
 from .checkpoints import damaged_checkpoints, load_newest, save_checkpoint
 from .corpus import Data, load_data
 from .metrics import Meter, MetricsLog, training_progress
@@ -43,11 +43,17 @@ _BEST = "best"
 
 
 def train(
-    recipe: Recipe, target: Target, store: RecordStore, folder: Path, console: Console
+    recipe: Recipe,
+    target: Target,
+    store: RecordStore,
+    folder: Path,
+    console: Console,
+    accept: bool = False,
 ) -> Path:
     """Train the recipe's drafter on `store`; returns the finished drafter folder.
 
-    A run that was stopped goes on from its newest whole checkpoint to the same numbers.
+    A run that was stopped goes on from its newest whole checkpoint to the same numbers. `accept`
+    takes records of another target, with a warning.
     """
     drafter_folder = folder / "drafter"
     settings = train_settings(recipe, store)
@@ -59,7 +65,7 @@ def train(
     section = recipe.train
     accelerator = _accelerator(section, target)
     objective = bind_objective(recipe.objective, recipe.serving)
-    data = load_data(recipe, target, store, objective)
+    data = load_data(recipe, target, store, objective, accept)
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     drafter = new_drafter(config, target, data.training)
     run = _Run(recipe, objective, accelerator, target, drafter, data, folder, console)
@@ -96,7 +102,7 @@ def train_settings(recipe: Recipe, store: RecordStore) -> dict[str, Any]:
     if recipe.objective.then is not None or recipe.train.patience is not None:
         served = ("num_draft_tokens", "verifier", "drafting")
         depends |= {name: sections["serving"][name] for name in served}
-    return depends | {"records": settings_hash(store.settings)}
+    return depends | {"records": store.identity}
 
 
 def _refuse_other(folder: Path, settings: dict[str, Any]) -> None:
@@ -192,7 +198,8 @@ class _Run:
                 if at.switched is None and at.step >= latest:
                     at.switch()
                     batches = self._batches(at)
-                window = list(islice(batches, section.accumulation))
+                with meter.waiting():
+                    window = list(islice(batches, section.accumulation))
                 norm = self._optimise(window, meter, at.switched is not None)
                 at.step += 1
                 if at.step % section.log_every == 0 or at.step == self.steps:
@@ -243,9 +250,8 @@ class _Run:
         if at.switched is not None:
             plan = self.data.second
             begin = (at.step - at.switched) * self.recipe.train.accumulation
-        return endless(
-            plan, begin, self.data.load, accelerator.process_index, accelerator.num_processes
-        )
+        rank, world = accelerator.process_index, accelerator.num_processes
+        return ahead(endless(plan, begin, self.data.load, rank, world))
 
     def _optimise(self, window: Sequence[TrainBatch], meter: Meter, switched: bool) -> float:
         """One optimiser step over the window's batches; returns the gradient norm.

@@ -30,7 +30,15 @@ class Meter:
         self.overlap = torch.zeros(len(self.domains), dtype=torch.float64)
         self.mass = torch.zeros(len(self.domains), dtype=torch.float64)
         self.count = torch.zeros(len(self.domains), dtype=torch.float64)
+        self.waited = torch.zeros(1, dtype=torch.float64)
         self.start = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block's seconds as spent on waiting for data."""
+        begin = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - begin
 
     def add(self, batch: TrainBatch, scored: Scored, total: float) -> None:
         """Count a batch by its first unrolled step; its loss was divided by the global `total`."""
@@ -43,7 +51,7 @@ class Meter:
 
     def state(self, accelerator: Accelerator) -> dict[str, Any]:
         """What was counted since the last read, over all processes, for a checkpoint."""
-        parts = torch.cat([self.loss, self.overlap, self.mass, self.count])
+        parts = torch.cat([self.loss, self.overlap, self.mass, self.count, self.waited])
         parts = accelerator.reduce(parts.to(accelerator.device), "sum").cpu()
         return {"sums": parts.tolist(), "seconds": time.perf_counter() - self.start}
 
@@ -53,8 +61,8 @@ class Meter:
         if accelerator.is_main_process:
             n = len(self.domains)
             sums = torch.tensor(state["sums"], dtype=torch.float64)
-            self.loss, self.overlap, self.mass, self.count = (
-                part.clone() for part in sums.split([1, n, n, n])
+            self.loss, self.overlap, self.mass, self.count, self.waited = (
+                part.clone() for part in sums.split([1, n, n, n, 1])
             )
 
     def read(self, accelerator: Accelerator, norm: float, lr: float) -> dict[str, float]:
@@ -62,7 +70,7 @@ class Meter:
         state = self.state(accelerator)
         n = len(self.domains)
         sums = torch.tensor(state["sums"], dtype=torch.float64)
-        loss, overlap, mass, count = sums.split([1, n, n, n])
+        loss, overlap, mass, count, waited = sums.split([1, n, n, n, 1])
         line = {
             "loss": float(loss / count.sum()),
             "overlap": float(overlap.sum() / count.sum()),
@@ -70,6 +78,7 @@ class Meter:
             "gradient_norm": norm,
             "lr": lr,
             "tokens_per_s": float(count.sum()) / state["seconds"],
+            "data_wait": float(waited) / state["seconds"] / accelerator.num_processes,
         }
         for i, domain in enumerate(self.domains):
             if count[i] > 0:

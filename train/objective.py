@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..configs.errors import UserError
 from ..configs.recipe import ObjectiveSection, ServingSection
-from ..data.collect import law_of
-from ..data.warp import Law
+from ..data.warp import Law, law_of
 from .fused import TokenLoss
 from .losses import ce, objective
 from .score import Drafting
@@ -74,12 +73,16 @@ _FOR_GREEDY = ("greedy_mass", "ce")
 def _check_law(names: set[str | None], section: ObjectiveSection, law: Law) -> None:
     """Refuse what is infinite, with gradient 0, where the law cuts p to 0."""
     cut = law.temperature == 0 or law.truncates
-    reverse = "rkl" in names or ("jsd" in names and section.beta == 1)
-    if cut and reverse:
+    if cut and reverse(names, section.beta):
         raise UserError(
             f"objective.loss rkl (jsd with beta 1) is infinite under {law.label}, which gives most "
             "tokens probability 0; take another, such as nla or jsd"
         )
+
+
+def reverse(names: set[str | None], beta: float) -> bool:
+    """Whether one of the objectives is the reverse divergence, infinite where p is 0."""
+    return "rkl" in names or ("jsd" in names and beta == 1)
 
 
 def training_law(serving: ServingSection) -> Law:

@@ -51,7 +51,7 @@ def unrolled(
     x = Unrolled(
         [drafter.head_inputs(step.hidden) for step in found],
         [step.token for step in found],
-        lambda at: p(batch.hidden[at], batch.log_z[at]),
+        partial(p.rows, batch),
         reply_columns(batch, drafter.draft_ids, width),
         p.width,
     )
@@ -62,12 +62,15 @@ def unrolled(
 class Conversation:
     """What one record says about the drafter, N = reply tokens after the first.
 
-    overlap: K x (sum over the tokens step k scores of Σ min(p, q), their number); mass: sum of
-    P(V_d) over the N tokens; uncaptured: tokens with P(V_d) = 0; excluded: sampled tokens that p as
-    rebuilt gives no probability (ties); log_ratio: `[N, γ]` log q/p of the sampled tokens by start
-    and position, 0 beyond the end; limit: tokens that decoding was allowed after the first.
+    prompt_id: of the whole conversation, of which this may be one turn among others; overlap: K x
+    (sum over the tokens step k scores of Σ min(p, q), their number); mass: sum of P(V_d) over the N
+    tokens; uncaptured: tokens with P(V_d) = 0; excluded: sampled tokens that p as rebuilt gives no
+    probability (ties, and tokens beyond the most probable ones where no others are known);
+    log_ratio: `[N, γ]` log q/p of the sampled tokens by start and position, 0 beyond the end;
+    limit: tokens that decoding was allowed after the first.
     """
 
+    prompt_id: str
     domain: str
     tokens: int
     overlap: tuple[tuple[float, int], ...]
@@ -141,6 +144,7 @@ def _split(
     excluded = sums(measured.excluded, torch.arange(len(row)))
     return [
         Conversation(
+            prompt_id=record.prompt_id,
             domain=record.domain,
             tokens=int(length[b]),
             overlap=tuple((o[b], int(n[b])) for o, n in zip(overlap, counts, strict=True)),

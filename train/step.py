@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..configs.errors import UserError
 from ..configs.recipe import ObjectiveSection
+from ..data.records import Top
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.distribution import DraftVocabularyP
 from . import accepted_length as al
 from .chunks import Head, Unrolled
 from .fused import Measured, Rounds, accepted_loss, measure, rounds_loss, weighted_loss
-from .objective import Objective
+from .objective import Objective, reverse
 from .score import unrolled
 
 
@@ -54,8 +56,11 @@ class Scorer(nn.Module):
         """The loss of `steps` unrolled steps; `second` takes the objective that takes over.
 
         `totals` `[steps]` counts the tokens each step scores in the *global* batch, so that the
-        losses of its parts add up to the whole's.
+        losses of its parts add up to the whole's. Raises `UserError` where the batch tells too
+        little of the target's distributions for the drafter, the objective or its law.
         """
+        if batch.top is not None:
+            _refuse_infinite(self._section, batch.top, self._p.target.vocab_size)
         x, head = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
         objective = self._objective.then if second else self._objective.token
         if isinstance(objective, str):
@@ -88,6 +93,18 @@ class Scorer(nn.Module):
         decay = section.position_decay ** torch.arange(len(totals), device=totals.device)
         share = decay / decay.sum() / totals.clamp_min(1)  # [K]
         return [share[k].expand(len(token)) for k, token in enumerate(x.token)]
+
+
+def _refuse_infinite(section: ObjectiveSection, top: Top, vocab_size: int) -> None:
+    """Refuse what is infinite, with gradient 0, where p is known of some tokens alone."""
+    mix = section.loss if isinstance(section.loss, dict) else {section.loss: 1.0}
+    count = top.ids.shape[1]
+    if reverse({*mix, section.then}, section.beta) and count < vocab_size:
+        raise UserError(
+            f"objective.loss rkl (jsd with beta 1) needs p of all {vocab_size} tokens, and the "
+            f"records hold the {count} most probable ones; take another, such as nla or jsd, or "
+            "collect.distributions hidden or none"
+        )
 
 
 def rounds_of(batch: TrainBatch, objective: Objective, one_pass: bool) -> Rounds:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.data import linear
-from draftsmith.data.linear import FORMS, MAX_ROWS, FewRowsLinear, speed_up_few_rows
+from draftsmith.data.linear import COUNTS, FEW, FORMS, FewRowsLinear, Form, speed_up_few_rows
 from draftsmith.data.target import Target
 
 AVAILABLE = [name for name in FORMS if name != "packed" or linear._can_pack()]
@@ -21,9 +21,9 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     """An empty cache folder, and a stand-in for measuring that notes what it was asked."""
     asked: list[tuple[int, int]] = []
 
-    def measure(out_features: int, in_features: int) -> list[str]:
+    def measure(out_features: int, in_features: int) -> list[Form]:
         asked.append((out_features, in_features))
-        return [AVAILABLE[rows % len(AVAILABLE)] for rows in range(MAX_ROWS)]
+        return [(AVAILABLE[i % len(AVAILABLE)], max(rows, 4)) for i, rows in enumerate(COUNTS)]
 
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     monkeypatch.setattr(linear, "_measured", {})
@@ -32,7 +32,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("rows", (*COUNTS, 9, 100))
 def test_every_form_is_a_linear_layer(name: str, rows: int) -> None:
     x, weight = torch.randn(rows, 48), torch.randn(20, 48) / 7
     packed = linear._pack(weight) if name == "packed" else None
@@ -43,7 +43,8 @@ def test_every_form_is_a_linear_layer(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "shape", [(), (1,), (1, 1), (2, 3), (1, 8), (2, 2, 2), (9,), (3, 5), (0,), (2, 0)]
+    "shape",
+    [(), (1,), (1, 1), (3,), (2, 3), (1, 8), (2, 2, 2), (9,), (3, 5), (65,), (0,), (2, 0), (130,)],
 )
 def test_any_leading_shape(
     measuring: list[tuple[int, int]], shape: tuple[int, ...], bias: bool
@@ -65,7 +66,9 @@ def test_every_form_serves_every_family(
 ) -> None:
     """Whatever was found fastest, the model code around the layers takes its output."""
     target = copy.deepcopy(any_target)
-    monkeypatch.setattr(linear, "measured_forms", lambda out, into: [name] * MAX_ROWS)
+    monkeypatch.setattr(
+        linear, "measured_forms", lambda out, into: [(name, rows) for rows in COUNTS]
+    )
     ids = torch.tensor([[7, 8, 9], [10, 11, 12]])
     with torch.no_grad():
         expected = target.logits(target.forward(ids, target.new_cache(2, 3)).hidden)
@@ -94,7 +97,7 @@ def test_a_shape_is_measured_once(
 ) -> None:
     speed_up_few_rows(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)))
     assert measuring == [(4, 8), (8, 4)]
-    (table,) = tmp_path.glob("linear-*.json")
+    (table,) = tmp_path.glob("forms-*.json")
     assert set(json.loads(table.read_text(encoding="utf-8"))) == {"4x8", "8x4"}
     monkeypatch.setattr(linear, "_measured", {})  # another process
     assert linear.measured_forms(4, 8) == linear.measured_forms(8, 4)
@@ -112,10 +115,26 @@ def test_thread_counts_have_tables_of_their_own(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     linear.measured_forms(4, 8)
     assert measuring == [(4, 8), (4, 8)]
-    assert len(list(tmp_path.glob("linear-*.json"))) == 2
+    assert len(list(tmp_path.glob("forms-*.json"))) == 2
 
 
 def test_measuring_chooses_known_forms() -> None:
     chosen = linear._measure(16, 16)
-    assert len(chosen) == MAX_ROWS
-    assert set(chosen) <= set(AVAILABLE)
+    assert len(chosen) == len(COUNTS)
+    for (name, computed), rows in zip(chosen, COUNTS, strict=True):
+        assert name in AVAILABLE
+        assert rows <= computed <= FEW if rows <= FEW else computed == rows
+
+
+def test_rows_are_added_where_more_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows are slow here, three are fast: two are then computed as three, one as it is."""
+    slow = {1: 1.0, 2: 9.0}
+
+    def seconds(bench: object, forms: list[Form], rows: int) -> dict[Form, float]:
+        return {form: slow.get(form[1], 2.0) for form in forms}
+
+    monkeypatch.setattr(linear._Bench, "seconds", seconds)
+    chosen = dict(zip(COUNTS, linear._measure(8, 8), strict=True))
+    assert chosen[1] == ("x·Wᵀ", 1)
+    assert chosen[2] == ("x·Wᵀ", 3)
+    assert all(computed == rows for rows, (_, computed) in chosen.items() if rows > 2)

@@ -1,223 +1,252 @@
-"""Prompts: layouts, rejections with file and line, and a split without leaks."""
+"""Prompts: what the target is asked of each row, rejections with their place, and the split."""
 
 import hashlib
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import PACKAGED_DOMAINS, DomainSection
-from draftsmith.data.prompts import (
-    Prompt,
-    Rejection,
-    load_domains,
-    load_prompts,
-    normalised,
-    prompts_sha256,
-)
-from draftsmith.data.sources import packaged_domains
+from draftsmith.configs.collection import PACKAGED_DOMAINS, CollectSection, DomainSection
+from draftsmith.data.layouts import Unusable, parse
+from draftsmith.data.prompts import Prompt, Rejection, normalised, read_prompts, to_prompt
+from draftsmith.data.sources import Place, packaged_domains
+
+ALL = CollectSection()
+LAST = CollectSection(turns="last")
+GIVEN = CollectSection(replies="given")
+GIVEN_LAST = CollectSection(replies="given", turns="last")
+TRAIN = DomainSection(name="d", source="rows.jsonl", holdout=0.0)
+HELDOUT = replace(TRAIN, holdout=1.0)
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str | None) -> dict[str, str | None]:
-    return {"role": "assistant", "content": text}
+def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
 
 
-def load(
-    folder: Path, rows: list[Any], **options: Any
-) -> tuple[list[Prompt], list[tuple[int, str]]]:
-    source = write(folder / "rows.jsonl", rows)
-    section = DomainSection(name="d", source=source, **options)
-    prompts, rejections = load_prompts(section)
-    assert len(rows) == len(prompts) + len(rejections)
-    assert all(r.source == source for r in rejections)
-    return prompts, [(r.line, r.reason) for r in rejections]
-
-
+SYSTEM = {"role": "system", "content": "Be kind."}
+CALL = assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}])
+TALK = [user("a"), assistant("b"), user("c"), assistant("d")]
 GOOD = [{"prompt": f"good prompt {number}"} for number in range(5)]
 
 
-# ---- layouts
+def asked(
+    row: Any, collect: CollectSection = ALL, section: DomainSection = TRAIN, line: int = 1
+) -> Prompt:
+    parsed = parse(row, section.kind, section.by)
+    return to_prompt(parsed, Place(section.source, line), section, collect)
+
+
+def read(
+    folder: Path, rows: list[Any], collect: CollectSection = ALL, **options: Any
+) -> tuple[list[Prompt], list[Rejection]]:
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    section = DomainSection(name="d", source=str(source), **options)
+    items = list(read_prompts(section, collect))
+    assert len(items) == len(rows)
+    assert all(item.source == str(source) for item in items)
+    return (
+        [item for item in items if isinstance(item, Prompt)],
+        [item for item in items if isinstance(item, Rejection)],
+    )
+
+
+# ---- what is asked
+
+
+def test_earlier_replies_are_made_anew_or_kept() -> None:
+    row = {"messages": [SYSTEM, *TALK]}
+    anew = asked(row)
+    assert anew.messages == (SYSTEM, user("a"), assistant(None), user("c"))
+    assert anew.turns == (2, 4)
+    kept = asked(row, LAST)
+    assert kept.messages == (SYSTEM, *TALK[:3])
+    assert kept.turns == (4,)
+    single = asked({"prompt": "a", "response": "b"})
+    assert (single.messages, single.turns, single.given) == ((user("a"),), (1,), False)
+    assert not anew.last_only and not kept.last_only
+
+
+@pytest.mark.parametrize("collect", [ALL, LAST])
+def test_replies_that_nobody_gave_are_always_made(collect: CollectSection) -> None:
+    """Spec-Bench: the second turn answers what the target said to the first."""
+    prompt = asked({"turns": ["a", "b"]}, collect)
+    assert prompt.messages == (user("a"), assistant(None), user("b"))
+    assert prompt.turns == (1, 3)
+
+
+def test_calls_stay_for_their_results_answer_them() -> None:
+    """B005."""
+    row = {"messages": [user("a"), CALL, tool("4"), assistant("b"), user("c"), assistant("d")]}
+    row["tools"] = [{"name": "f"}]
+    prompt = asked(row)
+    assert prompt.messages[0] == user("a") and prompt.messages[2] == tool("4")
+    assert prompt.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert prompt.messages[3:] == (assistant(None), user("c"))
+    assert prompt.turns == (3, 5)
+    assert prompt.tools == ({"type": "function", "function": {"name": "f"}},)
+    asked_last = asked({"messages": [user("a"), CALL, tool("4")]})
+    assert asked_last.turns == (3,)
+
+
+def test_what_answers_nothing_is_not_made_anew() -> None:
+    greeting = {"messages": [assistant("Hello"), user("a"), assistant("b")]}
+    assert asked(greeting).messages == (assistant("Hello"), user("a"))
+    twice = {"messages": [user("a"), assistant("b"), assistant("c"), user("d")]}
+    with pytest.raises(Unusable, match=r"^message 3 \(assistant\) follows another reply"):
+        asked(twice)
+    assert asked(twice, LAST).messages == tuple(twice["messages"])
+    assert asked({"messages": twice["messages"][:3]}).messages == (user("a"),)
+
+
+def test_given_replies_are_kept_for_training() -> None:
+    """B044: one setting, and what is held out is answered by the target all the same."""
+    row = {"messages": [SYSTEM, *TALK]}
+    given = asked(row, GIVEN)
+    assert given.given and not given.last_only
+    assert given.messages == (SYSTEM, *TALK) and given.turns == (2, 4)
+    last = asked(row, GIVEN_LAST)
+    assert last.given and last.last_only
+    assert last.messages == given.messages and last.turns == (4,)
+    for collect, plain in ((GIVEN, ALL), (GIVEN_LAST, LAST)):
+        assert asked(row, collect, HELDOUT) == asked(row, plain, HELDOUT)
+    greeting = asked({"messages": [assistant("Hello"), *TALK[:2]]}, GIVEN)
+    assert greeting.turns == (2,)
+    raw = asked({"prompt": "a", "response": "b"}, GIVEN, replace(TRAIN, kind="raw"))
+    assert (raw.messages, raw.turns) == ((user("a"), assistant("b")), (1,))
+    rendered = asked({"text": "<x>"}, GIVEN, replace(TRAIN, kind="rendered"))
+    assert (rendered.given, rendered.messages, rendered.turns) == (True, (user("<x>"),), ())
 
 
 @pytest.mark.parametrize(
-    ("row", "messages"),
+    ("row", "reason"),
     [
-        ({"prompt": " keep spaces \n"}, [user(" keep spaces \n")]),
-        ({"task_id": "HumanEval/0", "prompt": "def f():\n"}, [user("def f():\n")]),
-        ({"question": "2 + 2?", "answer": "4"}, [user("2 + 2?")]),
-        ({"text": "Write f.", "code": "def f(): ..."}, [user("Write f.")]),
-        ({"text": "Write f."}, [user("Write f.")]),
-        ({"instruction": "Sum up.", "input": ""}, [user("Sum up.")]),
-        ({"instruction": "Sum up.", "input": "A text."}, [user("Sum up.\n\nA text.")]),
-        ({"turns": ["first", "second"]}, [user("first")]),
-        ({"messages": [user("a"), assistant("b")]}, [user("a")]),
+        ({"prompt": "a"}, "no reply is given"),
+        ({"messages": [assistant("Hello"), user("a")]}, "no reply is given"),
+        ({"turns": ["a", "b"]}, "no reply is given as message 2"),
         (
-            {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
-            [user("a"), assistant("b"), user("c")],
-        ),
-        ({"prompt": [user("a")]}, [user("a")]),
-        ({"prompt": None, "messages": [user("a")]}, [user("a")]),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": ""},
-                    {"from": "human", "value": "a"},
-                    {"from": "gpt", "value": "b"},
-                ]
-            },
-            [{"role": "system", "content": ""}, user("a")],
-        ),
-        (
-            {"messages": [user("x") | {"content": [{"type": "text", "text": "part"}]}]},
-            [user("part")],
+            {"prompt": "a", "response": "b", "finish_reason": "length"},
+            "the reply given was cut off before its end",
         ),
     ],
 )
-def test_layouts(tmp_path: Path, row: dict[str, Any], messages: list[Any]) -> None:
-    prompts, rejected = load(tmp_path, [row])
-    assert rejected == []
-    assert list(prompts[0].messages) == messages
-    assert (prompts[0].domain, prompts[0].line) == ("d", 1)
+def test_rows_without_whole_replies_teach_nothing(row: dict[str, Any], reason: str) -> None:
+    """B031, B044: but the target may answer them."""
+    with pytest.raises(Unusable) as caught:
+        asked(row, GIVEN)
+    assert str(caught.value) == reason
+    asked(row, ALL)
+    asked(row, GIVEN, HELDOUT)
 
 
-def test_the_section_names_the_domain(tmp_path: Path) -> None:
-    prompts, _ = load(tmp_path, [{"prompt": "a", "domain": "other"}])
-    assert prompts[0].domain == "d"
+def test_reasoning_is_left_to_the_template_or_put_before_the_content() -> None:
+    """B016."""
+    row = {"messages": [user("a"), assistant("b", reasoning_content="\nr\n")]}
+    assert asked(row, GIVEN).messages[1] == assistant("b", reasoning_content="\nr\n")
+    inline = asked(row, GIVEN, replace(TRAIN, reasoning="inline"))
+    assert inline.messages == (user("a"), assistant("<think>\nr\n</think>\n\nb"))
+    history = {"messages": [*row["messages"], user("c")]}
+    kept = asked(history, LAST, replace(TRAIN, reasoning="inline"))
+    assert kept.messages == (*inline.messages, user("c"))
+
+
+# ---- rows and their place
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"messages": []}, "'messages' is not a list of messages"),
-        ({"messages": [{"role": "system", "content": "Be kind."}]}, "no user turn"),
+        ({"messages": [SYSTEM]}, "no user turn"),
         ({"messages": [user("a"), assistant("")]}, "message 2 (assistant) is empty"),
-        ({"id": 7}, "none of the keys messages, conversations, turns"),
-        ({"prompt": None}, "'prompt' is null"),
-        ({"prompt": "  \n"}, "prompt is empty"),
-        ({"prompt": 3}, "prompt is not a text"),
-        ({"turns": []}, "'turns' is not a list of texts"),
-        ({"turns": [None]}, "turns is null"),
-        ({"messages": [assistant("a")]}, "no user turn"),
-        ({"messages": ["a"]}, "message 1 is not a mapping"),
-        ({"messages": [{"role": "narrator", "content": "a"}]}, "message 1 has the unknown role"),
-        (
-            {"messages": [user("x") | {"content": [{"type": "image"}]}]},
-            "message 1 (user) has parts that are not text",
-        ),
-        ({"text": "<|im_start|>user\nhi<|im_end|>"}, "'text' holds a chat already rendered"),
-        ({"messages": [user("a")], "tools": [{"name": "f"}]}, "'tools' are not supported"),
+        ({"id": 7}, "none of the keys"),
+        ({"messages": [user("a"), assistant(None)]}, "message 2 (assistant) is null"),
+        ({"conversations": [{"from": "human", "value": None}]}, "message 1 (user) is null"),
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        ({"prompt": "a", "template": 3}, "'template' is not a text"),
-        (["a"], "not a JSON object"),
+        ({"prompt": "a", "id": "\ud800"}, "half of a surrogate pair"),
+        ({"messages": [user("a"), assistant("\udc00"), user("b")]}, "half of a surrogate pair"),
         (None, "not a JSON object"),
     ],
 )
-def test_bad_rows_are_counted_and_the_good_ones_stay(tmp_path: Path, row: Any, reason: str) -> None:
-    """B002, B008: a bad row ends nothing, and none vanishes."""
-    prompts, rejected = load(tmp_path, [*GOOD[:3], row, *GOOD[3:]])
+def test_bad_rows_are_named_and_the_good_ones_stay(tmp_path: Path, row: Any, reason: str) -> None:
+    """B001, B002: a bad row ends nothing, and none vanishes."""
+    collect = LAST if "surrogate" in reason else ALL
+    prompts, rejections = read(tmp_path, [*GOOD[:3], row, *GOOD[3:]], collect)
     assert [p.messages[0]["content"] for p in prompts] == [r["prompt"] for r in GOOD]
-    assert [line for line, _ in rejected] == [4]
-    assert rejected[0][1].startswith(reason)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"messages": [user("q"), assistant(None)]},
-        {"messages": [{"role": "user", "content": None}]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]},
-        {"conversations": [{"from": "human", "value": None}]},
-        {"messages": [{"role": "user"}]},
-    ],
-)
-def test_null_never_becomes_text(tmp_path: Path, bad: dict[str, Any]) -> None:
-    """B001, in both chat layouts."""
-    prompts, rejected = load(tmp_path, [*GOOD[:2], bad])
-    assert len(prompts) == 2
-    assert [line for line, _ in rejected] == [3] and rejected[0][1].endswith("is null")
+    assert [p.line for p in prompts] == [1, 2, 3, 5, 6]
+    assert [r.line for r in rejections] == [4]
+    assert rejections[0].reason.startswith(reason)
+    assert str(rejections[0]).startswith(f"{tmp_path / 'rows.jsonl'}:4: {reason}")
     assert not any("None" in str(p.messages) or "null" in str(p.messages) for p in prompts)
 
 
-def weather(arguments: Any, **content: Any) -> dict[str, Any]:
-    call = {"id": "c1", "function": {"name": "get_weather", "arguments": arguments}}
-    return {
-        "messages": [
-            user("Weather in Oslo?"),
-            {"role": "assistant", "tool_calls": [call], **content},
-            {"role": "tool", "tool_call_id": "c1", "content": "4 degrees"},
-            assistant("It is 4 degrees."),
-        ]
-    }
+@pytest.mark.parametrize("count", [999, 1000, 1001])
+def test_rendered_rows_all_come_out(tmp_path: Path, count: int) -> None:
+    """B008: rows in = prompts + rejections, at any number of rows."""
+    text = "<|im_start|>user\n{}<|im_end|>\n"
+    rows: list[Any] = [{"text": text.format(n)} for n in range(count)]
+    rows[500] = {"text": None}
+    prompts, rejections = read(tmp_path, rows, kind="rendered")
+    assert (len(prompts), len(rejections)) == (count - 1, 1)
+    assert prompts[-1].messages == (user(text.format(count - 1)),)
+    assert {p.kind for p in prompts} == {"rendered"}
 
 
-def test_tool_turns_survive(tmp_path: Path) -> None:
-    """B005: what the target answers last is the tool's result."""
-    prompts, _ = load(tmp_path, [weather({"city": "Oslo"}, content="")])
-    asked, called, result = prompts[0].messages
-    assert asked == user("Weather in Oslo?")
-    assert called["tool_calls"] == [
-        {"id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-    ]
-    assert result == {"role": "tool", "tool_call_id": "c1", "content": "4 degrees"}
+def test_values_that_json_cannot_say_are_rejected() -> None:
+    """As a table may hold them, in the arguments of a call."""
+    call = {"function": {"name": "f", "arguments": {"day": Path("x")}}}
+    with pytest.raises(Unusable, match=r"^holds what JSON cannot say"):
+        asked({"messages": [user("a"), assistant("", tool_calls=[call]), tool("4")]})
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_tool_arguments_are_mappings(tmp_path: Path, content: dict[str, Any]) -> None:
-    """B006: a mapping and its JSON are one prompt; anything else names the message."""
-    rows = [weather(a, **content) for a in ({"city": "Oslo"}, '{"city": "Oslo"}', "[1]", "{")]
-    prompts, rejected = load(tmp_path, rows)
-    assert len(prompts) == 1
-    assert rejected == [
-        (2, f"duplicate of {tmp_path / 'rows.jsonl'}:1"),
-        (3, "message 2 (assistant) has tool call arguments that are not an object"),
-        (4, "message 2 (assistant) has tool call arguments that are not JSON"),
-    ]
-
-
-def test_raw_domains_take_single_texts(tmp_path: Path) -> None:
-    """B041: raw text must be asked for."""
-    rows = [{"text": "<|im_start|>x"}, {"messages": [user("a"), assistant("b"), user("c")]}]
-    prompts, rejected = load(tmp_path, rows, raw=True)
-    assert prompts[0].raw and prompts[0].messages == (user("<|im_start|>x"),)
-    assert rejected == [(2, "a raw domain takes single texts, not chats")]
-    chat, _ = load(tmp_path, [{"prompt": "a"}])
-    raw, _ = load(tmp_path, [{"prompt": "a"}], raw=True)
-    assert not chat[0].raw and chat[0].id != raw[0].id
-
-
-def test_no_usable_row(tmp_path: Path) -> None:
-    """B002: it stops with the first reason, before any model is loaded."""
-    source = write(tmp_path / "rows.jsonl", [{"prompt": ""}, {"id": 1}])
-    with pytest.raises(UserError) as caught:
-        load_prompts(DomainSection(name="d", source=source))
-    assert str(caught.value) == (
-        f"no usable prompt among the 2 rows of '{source}', "
-        f"the first being {source}:1: prompt is empty"
-    )
-    with pytest.raises(UserError, match="among the 0 rows"):
-        load_prompts(DomainSection(name="d", source=write(tmp_path / "empty.jsonl", [])))
-
-
-def test_most_rows_vanishing_is_said_loudly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """B008."""
+def test_ignored_fields_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """B016."""
+    rows = [{"messages": [user("a") | {"mood": "good"}, assistant("b", weight=0)]}] * 3
+    rows[0] = {"messages": [user("a") | {"mood": "good"}]}
     with caplog.at_level(logging.WARNING):
-        load(tmp_path, [{"prompt": "a"}, {"id": 1}, {"id": 2}])
-    assert "2 of 3 rows are unusable" in caplog.text
+        read(tmp_path, rows)
+    source = tmp_path / "rows.jsonl"
+    said = [f"{source}: '{field}' of its messages is ignored" for field in ("mood", "weight")]
+    assert [record.getMessage() for record in caplog.records] == said
+
+
+# ---- domains
+
+
+def test_a_key_may_name_the_domain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """B116."""
+    labels = ["code", "chat", None, "Code", "math/algebra", " code "]
+    rows = [{"prompt": f"p{n}", "kind": label} for n, label in enumerate(labels)]
+    prompts, _ = read(tmp_path, [*rows, {"prompt": "p"}], by="kind")
+    assert [p.domain for p in prompts] == ["code", "chat", "d", "Code", "math/algebra", "code", "d"]
+    prompts, _ = read(tmp_path, rows)
+    assert {p.domain for p in prompts} == {"d"}
+    assert not caplog.records
+    read(tmp_path, rows, by="knid")
+    assert "no usable row says its domain as 'knid': all are called 'd'" in caplog.text
+
+
+def test_the_packaged_domains() -> None:
+    assert set(packaged_domains()) == {section.source for section in PACKAGED_DOMAINS}
+    for section in PACKAGED_DOMAINS:
+        prompts = [p for p in read_prompts(section, ALL) if isinstance(p, Prompt)]
+        assert [p.line for p in prompts] == list(range(1, len(prompts) + 1))
+        assert all(p.domain == p.source == section.name for p in prompts)
+        assert prompts[0].own_id == f"{section.name}-001"
+        splits = [p.split for p in prompts]
+        assert splits.count("heldout") >= 8 and splits.count("train") >= 32, section.name
 
 
 # ---- split
@@ -226,7 +255,7 @@ def test_most_rows_vanishing_is_said_loudly(
 def test_the_split_is_by_hash_of_the_key(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "template": f"t{n % 40}"} for n in range(200)]
     rows += [{"prompt": f"q{n}"} for n in range(200)]
-    prompts, _ = load(tmp_path, rows, holdout=0.3)
+    prompts, _ = read(tmp_path, rows, holdout=0.3)
     for prompt, row in zip(prompts, rows, strict=True):
         assert prompt.key == row.get("template", row["prompt"])
         drawn = int.from_bytes(hashlib.sha256(prompt.key.encode()).digest()[:8], "big") / 2**64
@@ -239,93 +268,56 @@ def test_the_split_is_by_hash_of_the_key(tmp_path: Path) -> None:
 
 def test_the_split_does_not_move_with_other_rows(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}"} for n in range(60)]
-    all_rows = {p.id: p.split for p in load(tmp_path, rows)[0]}
-    fewer = {p.id: p.split for p in load(tmp_path, rows[::-2])[0]}
+    all_rows = {p.id: p.split for p in read(tmp_path, rows)[0]}
+    fewer = {p.id: p.split for p in read(tmp_path, rows[::-2])[0]}
     assert fewer.items() <= all_rows.items()
 
 
-@pytest.mark.parametrize(("holdout", "split"), [(0.0, "train"), (1.0, "heldout")])
-def test_all_or_none_held_out(tmp_path: Path, holdout: float, split: str) -> None:
-    assert {p.split for p in load(tmp_path, GOOD, holdout=holdout)[0]} == {split}
-
-
-def test_max_rows_are_the_first_by_hash(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{n}"} for n in range(50)]
-    all_prompts, _ = load(tmp_path, rows)
-    some, rejected = load(tmp_path, rows, max_rows=20)
-    assert {p.id for p in some} == set(sorted(p.id for p in all_prompts)[:20])
-    assert [p.line for p in some] == sorted(p.line for p in some)
-    assert {reason for _, reason in rejected} == {"beyond max_rows 20"}
-    assert len({p.split for p in some}) == 2
-    shuffled, _ = load(tmp_path, rows[::-1], max_rows=20)
-    assert {p.id for p in shuffled} == {p.id for p in some}
-
-
-def test_duplicates_are_dropped_across_domains(tmp_path: Path) -> None:
-    a = DomainSection(name="a", source=write(tmp_path / "a.jsonl", [*GOOD, GOOD[0]]))
-    b = DomainSection(name="b", source=write(tmp_path / "b.jsonl", [{"prompt": "b"}, *GOOD]))
-    prompts, rejections = load_domains([a, b])
-    assert len(prompts) + len(rejections) == 12
-    assert [(p.domain, p.line) for p in prompts] == [("a", n) for n in range(1, 6)] + [("b", 1)]
-    assert rejections[0] == Rejection(a.source, 6, f"duplicate of {a.source}:1")
-    assert [str(r) for r in rejections[1:]] == [
-        f"{b.source}:{n + 1}: duplicate of {a.source}:{n}" for n in range(1, 6)
-    ]
-
-
-def no_leak(prompts: list[Prompt]) -> bool:
-    keys: dict[str, set[str]] = {"train": set(), "heldout": set()}
-    texts: dict[str, set[str]] = {"train": set(), "heldout": set()}
-    for prompt in prompts:
-        keys[prompt.split].add(prompt.key)
-        first = next(m["content"] for m in prompt.messages if m["role"] == "user")
-        texts[prompt.split].add(normalised(first))
-    return not keys["train"] & keys["heldout"] and not texts["train"] & texts["heldout"]
-
-
-def test_what_one_domain_holds_out_no_other_trains_on(tmp_path: Path) -> None:
-    """With different shares one key falls on both sides, and the training side gives way."""
-    rows = [{"prompt": f"p{n}"} for n in range(20)]
-    train = DomainSection(name="a", source=write(tmp_path / "a.jsonl", rows), holdout=0.0)
-    test = DomainSection(name="b", source=write(tmp_path / "b.jsonl", rows[:5]), holdout=1.0)
-    prompts, rejections = load_domains([train, test])
-    assert sum(p.split == "heldout" for p in prompts) == 5
-    assert no_leak(prompts) and len(prompts) == 20
-    assert {r.reason for r in rejections} == {f"held out as {test.source}:{n}" for n in range(1, 6)}
-
-
-def test_case_and_spaces_do_not_make_another_prompt(tmp_path: Path) -> None:
-    rows = [{"prompt": text} for n in range(30) for text in (f"Tell me  {n}\n", f"tell me {n}")]
-    prompts, rejected = load(tmp_path, rows, holdout=0.5)
-    assert {p.split for p in prompts} == {"train", "heldout"}
-    assert no_leak(prompts)
-    assert rejected and all(reason.startswith("held out as ") for _, reason in rejected)
-
-
-def test_the_packaged_domains() -> None:
-    assert set(packaged_domains()) == {section.source for section in PACKAGED_DOMAINS}
-    prompts, rejections = load_domains(PACKAGED_DOMAINS)
-    assert rejections == []
-    assert no_leak(prompts)
-    for section in PACKAGED_DOMAINS:
-        splits = [p.split for p in prompts if p.domain == section.name]
-        assert splits.count("heldout") >= 8 and splits.count("train") >= 32, section.name
+def test_all_or_none_held_out(tmp_path: Path) -> None:
+    for holdout, split in ((0.0, "train"), (1.0, "heldout")):
+        prompts, _ = read(tmp_path, GOOD, holdout=holdout)
+        assert {p.split for p in prompts} == {split}
 
 
 # ---- identity
 
 
-def test_id_and_hash_follow_the_content(tmp_path: Path) -> None:
-    prompts, _ = load(tmp_path, GOOD)
+def test_the_id_follows_the_content_alone(tmp_path: Path) -> None:
+    """B030: neither the place nor the domain nor other rows."""
+    prompts, _ = read(tmp_path, [*GOOD, GOOD[0]])
+    ids = [p.id for p in prompts]
+    assert all(len(name) == 16 for name in ids)
+    assert len(set(ids)) == 5 and ids[5] == ids[0]
     copy = tmp_path / "moved"
     copy.mkdir()
     shutil.copy(tmp_path / "rows.jsonl", copy / "rows.jsonl")
-    moved, _ = load_prompts(DomainSection(name="d", source=str(copy / "rows.jsonl")))
-    assert [p.id for p in moved] == [p.id for p in prompts]
-    assert all(len(p.id) == 16 for p in prompts)
-    other, _ = load_prompts(DomainSection(name="e", source=str(copy / "rows.jsonl")))
-    assert not {p.id for p in other} & {p.id for p in prompts}
-    assert prompts_sha256(moved[::-1]) == prompts_sha256(prompts)
-    assert prompts_sha256(prompts[1:]) != prompts_sha256(prompts)
-    resplit, _ = load(tmp_path, GOOD, holdout=1.0)
-    assert prompts_sha256(resplit) != prompts_sha256(prompts)
+    section = DomainSection(name="e", source=str(copy / "rows.jsonl"), holdout=1.0)
+    assert [p.id for p in read_prompts(section, ALL) if isinstance(p, Prompt)] == ids
+    shuffled, _ = read(tmp_path, [{"prompt": "new"}, *GOOD[::-1]])
+    assert [p.id for p in shuffled[1:]] == ids[4::-1]
+    named, _ = read(tmp_path, [row | {"id": n, "response": "r"} for n, row in enumerate(GOOD)])
+    assert [p.id for p in named] == ids[:5]
+
+
+def test_what_is_asked_otherwise_has_another_id() -> None:
+    tools = [{"name": "f"}]
+    messages = {"messages": TALK}
+    prompts = [
+        asked({"prompt": "a"}),
+        asked({"prompt": "a "}),
+        asked({"text": "a"}, section=replace(TRAIN, kind="raw")),
+        asked({"text": "a"}, section=replace(TRAIN, kind="rendered")),
+        asked({"text": "a"}, GIVEN, replace(TRAIN, kind="rendered")),
+        asked({"prompt": [user("a")], "tools": tools}),
+        asked({"prompt": "a", "system": "Be kind."}),
+        asked({"prompt": "a", "response": "b"}, GIVEN),
+        asked(messages),
+        asked(messages, LAST),
+        asked(messages, GIVEN),
+    ]
+    assert len({p.id for p in prompts}) == len(prompts)
+
+
+def test_normalised() -> None:
+    assert normalised(" Tell  me\n") == normalised("tell me") != normalised("tellme")
+    assert normalised("\ufb01ne") == "fine"

@@ -177,7 +177,7 @@ def test_scores_are_those_of_decoding() -> None:
 def test_expected_rounds_are_those_of_decoding(tiny_target: Target) -> None:
     """At T = 0 nothing is left to chance; a round without a proposal is one that fails."""
     requests = echoing(tiny_target, LENGTHS)
-    records = answer(tiny_target, requests, GatherSettings(LIMIT, 64, (), keep_states=True))
+    records = answer(tiny_target, requests, GatherSettings(LIMIT, 64, (), keep="hidden"))
     drafter = LookupDrafter.from_target(tiny_target, LookupConfig(2))
     outputs = decode(tiny_target, requests, DecodeSettings(LIMIT, 3), drafter)
     scores = score(tiny_target, drafter, records, Law(0.0), 3, LIMIT)
@@ -187,7 +187,7 @@ def test_expected_rounds_are_those_of_decoding(tiny_target: Target) -> None:
 
 def test_silence_overlaps_with_nothing(tiny_target: Target) -> None:
     requests = echoing(tiny_target, LENGTHS, Law(1.0))
-    records = answer(tiny_target, requests, GatherSettings(LIMIT, 64, (), keep_states=True))
+    records = answer(tiny_target, requests, GatherSettings(LIMIT, 64, (), keep="hidden"))
     drafter = LookupDrafter.from_target(tiny_target, LookupConfig(2))
     scores = score(tiny_target, drafter, records, Law(1.0), 3, LIMIT)
     for record, found in zip(records, scores, strict=True):

@@ -3,27 +3,26 @@
 import copy
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from worlds import GAMMA, LAWS, LIMIT, World
 
+from draftsmith.configs.collection import CollectSection, DomainSection
 from draftsmith.configs.recipe import (
-    CollectSection,
-    DomainSection,
     EvalSection,
+    LawSection,
     Recipe,
     ServingSection,
     TargetSection,
 )
-from draftsmith.data.collect import collect
+from draftsmith.data.collection import collect_settings
 from draftsmith.data.gather import GatherSettings, Request, answer
-from draftsmith.data.prompts import load_domains
-from draftsmith.data.records import Record
+from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.records import Record, request_seed
+from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
-from draftsmith.data.warp import Law
+from draftsmith.data.warp import Law, law_of
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.checkpoint import save_drafter
@@ -99,7 +98,7 @@ def answers() -> Callable[..., list[Record]]:
     def collect(
         target: Target, requests: Sequence[Request], limit: int, taps: tuple[int, ...] = (1, 1, 2)
     ) -> list[Record]:
-        return answer(target, requests, GatherSettings(limit, 64, taps, keep_states=True))
+        return answer(target, requests, GatherSettings(limit, 64, taps, keep="hidden"))
 
     return collect
 
@@ -130,7 +129,7 @@ def world(
         path = folder / f"{count}.jsonl"
         rows = [json.dumps({"prompt": f"{name} number {i}"}) for i in range(count)]
         path.write_text("\n".join(rows), encoding="utf-8")
-        domains.append(DomainSection(name, str(path), holdout=0.7, raw=True))
+        domains.append(DomainSection(name, str(path), holdout=0.7, kind="raw"))
     recipe = Recipe(
         name="tiny",
         target=TargetSection(device="cpu"),
@@ -149,15 +148,23 @@ def world(
     )
     target = with_eos(small_target, 5)
     drafter = make_drafter(request.param, target)
-    prompts, _ = load_domains(recipe.domains)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftsmith.data.collect.render_prompt", small_ids)
-        quiet = Console(quiet=True)
-        store = collect(recipe, target, (1, 1, 2), prompts, folder / "records", quiet)
+    settings = collect_settings(recipe, target, (1, 1, 2))
+    store = RecordStore.create(folder / "records", settings)
+    gather = GatherSettings(LIMIT, 32, (1, 1, 2), keep="hidden")
+    store.add("all", answer(target, _asked(recipe), gather))
     saved = save_drafter(drafter, folder / "drafter", target, {})
-    return World(recipe, target, store, drafter, saved)
+    return World(recipe, target, store.finish({}), drafter, saved)
 
 
-def small_ids(tokenizer: Any, messages: Any, raw: bool = False) -> list[int]:
-    """Ids of the small vocabulary that stand for a text."""
-    return [ord(letter) % 12 for letter in messages[0]["content"]]
+def _asked(recipe: Recipe) -> list[Request]:
+    """The recipe's prompts in ids of the small vocabulary, which stand for their letters."""
+    requests = []
+    for section in recipe.domains:
+        for prompt in read_prompts(section, recipe.collect):
+            assert isinstance(prompt, Prompt)
+            ids = tuple(ord(letter) % 12 for letter in prompt.messages[0]["content"])
+            laws = recipe.serving.laws if prompt.split == "heldout" else [LawSection(1.0)]
+            for law in map(law_of, laws):
+                seed = request_seed(recipe.seed, prompt.id, law)
+                requests.append(Request(prompt.id, section.name, prompt.split, ids, law, seed))
+    return requests

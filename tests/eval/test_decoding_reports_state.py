@@ -2,17 +2,20 @@
 
 Numbers are those of the field reports. Also there: B092, B093 and B099 in data/test_families and
 test_tree_decoding (the target's states against its own uncached ones), B101 in test_requests, B105
-in data/test_vocabulary and drafters/test_checkpoint, B118 in data/test_chat and data/test_collect.
+in data/test_vocabulary and drafters/test_checkpoint, B118 in data/test_chat and data/test_replies.
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, VOCAB, WINDOWED
+from rich.console import Console
 from scripted import (
     Scripted,
     Watched,
@@ -28,15 +31,16 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
+from draftsmith.configs.collection import DomainSection
 from draftsmith.configs.errors import UserError
 from draftsmith.configs.recipe import LawSection, Recipe, ServingSection
 from draftsmith.data.cache import Branch
 from draftsmith.data.chat import render_prompt
-from draftsmith.data.collect import plan_requests
 from draftsmith.data.gather import GatherSettings, Request, answer, request_of
 from draftsmith.data.linear import speed_up_few_rows
-from draftsmith.data.prompts import Prompt
+from draftsmith.data.plan import make_asks
 from draftsmith.data.target import Target
+from draftsmith.data.turns import opening_requests
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalDrafter
@@ -45,6 +49,7 @@ from draftsmith.eval.decode import DecodeSettings, decode
 from draftsmith.eval.lossless import greedy_equality
 from draftsmith.eval.rows import Output
 from draftsmith.eval.tree import TreeShape
+from draftsmith.scripts.pipeline import prepare_recipe
 
 V = 60
 TREE = TreeShape(3, 4, 9)
@@ -345,7 +350,10 @@ def believing(draft: Tensor, target_argmax: Tensor, drafted: Tensor) -> tuple[Te
 
 
 def test_b118_plain_and_speculative_runs_read_the_same_prompt(
-    tiny_target: Target, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """B118: chat markers, and raw text under a tokenizer that adds a start token by itself."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
@@ -353,18 +361,19 @@ def test_b118_plain_and_speculative_runs_read_the_same_prompt(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
     target = replace(tiny_target, tokenizer=tokenizer, eos_ids=())
-    texts = "Give me <|im_end|> five tips.", "Maya has 24 stickers."
-    prompts = [
-        Prompt(f"id{i}{raw}", "x", ({"role": "user", "content": text},), "", 0, "heldout", "k", raw)
-        for i, text in enumerate(texts)
-        for raw in (False, True)
-    ]
-    recipe = Recipe(name="tiny", serving=ServingSection((LawSection(0.0),)))
-    asked, skipped = plan_requests(recipe, target, prompts)
-    assert len(asked) == 4 and not skipped
-    wanted = {p.id: render_prompt(tokenizer, p.messages, raw=p.raw) for p in prompts}
+    path = tmp_path / "prompts.jsonl"
+    texts = "Give me five tips.", "Maya has 24 stickers."
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    domains = [DomainSection(kind, str(path), kind=kind, holdout=1.0) for kind in ("chat", "raw")]
+    recipe = Recipe("tiny", serving=ServingSection((LawSection(0.0),)), domains=tuple(domains))
+    prepared = prepare_recipe(recipe, target, Console(quiet=True))
+    asked = opening_requests(prepared, make_asks(recipe, prepared))
+    assert len(asked) == 4
+    prompts = [prepared.prompt(row) for row in range(4)]
+    wanted = {p.id: render_prompt(tokenizer, p.messages, p.kind) for p in prompts}
     assert {r.prompt_id: list(r.ids) for r in asked} == wanted
-    assert wanted["id0True"][0] == 1 and wanted["id1False"][:2] != [1, 1]
+    for p in prompts:
+        assert (wanted[p.id][0] == 1) and wanted[p.id][:2] != [1, 1]
 
     read: list[list[int]] = []
     inner = target.forward
@@ -374,7 +383,7 @@ def test_b118_plain_and_speculative_runs_read_the_same_prompt(
     for request in asked:
         firsts = []
         for run in (
-            lambda r: answer(target, [r], GatherSettings(3, 1, (), keep_states=False)),
+            lambda r: answer(target, [r], GatherSettings(3, 1, (), keep="none")),
             lambda r: decode(target, [r], DecodeSettings(3, 0)),
             lambda r: decode(target, [r], DecodeSettings(3, 2), copy_of(target)),
         ):

@@ -140,7 +140,7 @@ def test_the_outputs_are_equal_and_nothing_rings(
     lossless = report["lossless"]
     greedy = [c for c in report["cells"] if c["law"] == "T=0"]
     assert lossless["verdict"] == "equal"
-    assert lossless["prompts"] == sum(c["prompts"] for c in greedy)
+    assert lossless["prompts"] == sum(c["replies"] for c in greedy)
     # Timings of milliseconds on a busy machine are noise: their alarms are tested by themselves.
     quiet = [a for a in alarms(report) if "plain loop" not in a and "speedup" not in a]
     assert quiet == []
@@ -156,7 +156,7 @@ def test_the_report_says_what_it_measured(report: dict[str, Any], world: World) 
     assert stand["drafter"]["family"] == world.drafter.family
     assert stand["drafter"]["draft_vocab_size"] == (8 if world.drafter.taps else 12)
     assert stand["target"]["weights"] == world.target.provenance["weights"]
-    assert stand["prompts_sha256"] == world.store.settings["prompts"]
+    assert stand["prompts_sha256"] == world.store.identity
     assert settings["max_new_tokens"] == LIMIT
     assert settings["num_draft_tokens"] == GAMMA
 
@@ -230,7 +230,7 @@ def test_states_that_were_not_kept_are_recomputed(
     world: World, report: dict[str, Any], tmp_path: Path
 ) -> None:
     bare = RecordStore.create(tmp_path / "bare", {**world.store.settings, "distributions": "none"})
-    bare.add([replace(r, states=None) for r in world.store.records()])
+    bare.add("a", [replace(r, states=None) for r in world.store.records()])
     again = replace(world, store=bare).evaluate(tmp_path, timing_prompts=0)
     for one, other in zip(report["cells"], again["cells"], strict=True):
         assert one["overlap"]["value"] == pytest.approx(other["overlap"]["value"], abs=1e-4)

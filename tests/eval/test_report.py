@@ -13,7 +13,13 @@ import pytest
 from rich.console import Console
 
 from draftsmith.configs.errors import UserError
-from draftsmith.eval.report import alarms, print_report, read_report, write_report
+from draftsmith.eval.report import (
+    MIN_CONVERSATIONS,
+    alarms,
+    print_report,
+    read_report,
+    write_report,
+)
 
 SAMPLE = Path(__file__).resolve().parents[1] / "fixtures" / "report.json"
 
@@ -230,6 +236,14 @@ def test_each_alarm_rings_alone(
     write_report(report, tmp_path)
     assert read_report(tmp_path)["alarms"] == [sentence]
     assert "Alarm: " in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_few_conversations_do_not_exclude_anything(report: dict[str, Any]) -> None:
+    estimate_above(report)
+    report["cells"][3]["prompts"] = MIN_CONVERSATIONS
+    assert len(alarms(report)) == 1
+    report["cells"][3]["prompts"] = MIN_CONVERSATIONS - 1
+    assert alarms(report) == []
 
 
 def test_alarms_at_their_edges_are_silent(report: dict[str, Any]) -> None:

@@ -215,7 +215,7 @@ def test_a_target_without_a_template_is_one_sentence(
     arguments = [str(recipe_file), f"target.name={bare}", "--runs", str(tmp_path / "runs")]
     assert main(["collect", *arguments]) == 2
     said = complaint(capsys)
-    assert "no chat template" in said and "raw: true" in said and str(bare) in said
+    assert "no chat template" in said and "kind: raw" in said and str(bare) in said
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from draftsmith.configs.collection import DomainSection
 from draftsmith.configs.errors import UserError
 from draftsmith.configs.load import load_recipe
-from draftsmith.configs.recipe import DomainSection, ObjectiveSection, Recipe
+from draftsmith.configs.recipe import ObjectiveSection, Recipe
 from draftsmith.scripts.pipeline import Run, check_recipe, with_prompts
 
 
@@ -22,7 +23,9 @@ def run(recipe_file: Path, tmp_path: Path) -> Run:
 
 def changed(run: Run, **sections: object) -> Run:
     """The same run folder and target under a changed recipe."""
-    return Run(replace(run.recipe, **sections), run.root, run.console, run.target)  # type: ignore[arg-type]
+    other = Run(replace(run.recipe, **sections), run.root, run.console)  # type: ignore[arg-type]
+    other._target = run.target
+    return other
 
 
 def test_a_changed_recipe_meets_no_stale_files(run: Run) -> None:
@@ -46,9 +49,11 @@ def test_rejected_rows_are_counted_by_reason(run: Run, recipe_file: Path) -> Non
     source = Path(run.recipe.domains[0].source)
     with source.open("a", encoding="utf-8") as handle:
         handle.write('{"answer": 1}\n' * 12)
-    assert len(run.prompts) == 16
+    assert len(run.prepared) == 16
     said = run.console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"left out of {source}: 12 rows, the first in line 9: " in said
+    assert "28 rows: 16 prompts kept" in said
+    row = next(line for line in said.splitlines() if f"{source.name}:9" in line.replace(" ", ""))
+    assert "12" in row.split()
 
 
 def test_times_add_up_over_restarts(tmp_path: Path, run: Run) -> None:
@@ -67,9 +72,9 @@ def test_prompts_on_the_command_line_are_all_held_out() -> None:
     recipe = Recipe(name="x")
     changed = with_prompts(recipe, ["code", "mine=a/b.jsonl", "c/d.jsonl"], 5)
     assert changed.domains == (
-        DomainSection("code", "code", 1.0, 5),
-        DomainSection("mine", "a/b.jsonl", 1.0, 5),
-        DomainSection("d", "c/d.jsonl", 1.0, 5),
+        DomainSection("code", "code", holdout=1.0, max_rows=5),
+        DomainSection("mine", "a/b.jsonl", holdout=1.0, max_rows=5),
+        DomainSection("d", "c/d.jsonl", holdout=1.0, max_rows=5),
     )
     assert changed.name != recipe.name, "a run folder of its own"
     assert with_prompts(recipe, ["code"], None).name != changed.name

@@ -209,4 +209,4 @@ def test_prompts_that_leave_no_room(recipe_file: Path, capsys: pytest.CaptureFix
         source.write_text(json.dumps({"prompt": "stickers " * 300}) + "\n", encoding="utf-8")
     changes = ["domains.1.holdout=1", "domains.0.holdout=1"]
     assert main(["verify", str(recipe_file), *changes]) == 2
-    assert "leaves room for 10 tokens in the target's 256" in capsys.readouterr().err
+    assert "too long: 330 tokens and max_new_tokens 10, at most 256 fit" in capsys.readouterr().err

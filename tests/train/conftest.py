@@ -10,14 +10,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.configs.recipe import (
-    CollectSection,
-    EvalSection,
-    Recipe,
-    TargetSection,
-    TrainSection,
-)
-from draftsmith.data.collect import collect_settings
+from draftsmith.configs.collection import CollectSection
+from draftsmith.configs.recipe import EvalSection, Recipe, TargetSection, TrainSection
+from draftsmith.data.collection import collect_settings
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
@@ -66,9 +61,9 @@ def store(
     """The records on disk, as `collect` leaves them."""
     folder = tmp_path_factory.mktemp("records")
     recipe = Recipe(name="tiny", collect=CollectSection(max_new_tokens=LIMIT, batch_size=8))
-    kept = RecordStore.create(folder, collect_settings(recipe, tiny_target, TAPS, []))
-    kept.add(records[:25])
-    kept.add(records[25:])
+    kept = RecordStore.create(folder, collect_settings(recipe, tiny_target, TAPS))
+    kept.add("a", records[:25])
+    kept.add("b", records[25:])
     return kept.finish({})
 
 

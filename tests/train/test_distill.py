@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from draftsmith.configs.recipe import Recipe
-from draftsmith.data.collect import collect
-from draftsmith.data.prompts import load_domains
+from draftsmith.data.collection import Work, collect
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import read_own
+from draftsmith.scripts.pipeline import prepare_recipe
 from draftsmith.train.distill import main
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 name: tiny
 target: {{name: {target}, device: cpu}}
-domains: [{{name: x, source: {prompts}, holdout: 0.25, raw: true}}]
+domains: [{{name: x, source: {prompts}, holdout: 0.25, kind: raw}}]
 collect: {{temperatures: [1.0], max_new_tokens: 8}}
 drafter: {{family: eagle3, draft_vocab_size: 60}}
 train: {{steps: 2, unroll: 2, mixed_precision: "no"}}
@@ -52,9 +52,9 @@ def test_a_drafter_is_trained_by_path(recipe_file: Path, tmp_path: Path) -> None
 
     recipe: Recipe = load_recipe(recipe_file)
     target: Target = load_target(recipe.target, few_rows=False)
-    prompts, _ = load_domains(recipe.domains)
-    records = tmp_path / "records"
-    collect(recipe, target, (1, 1, 2), prompts, records, Console(quiet=True))
+    records, quiet = tmp_path / "records", Console(quiet=True)
+    prepared = prepare_recipe(recipe, target, quiet)
+    collect(Work(recipe, target, (1, 1, 2), prepared, records, quiet))
     out = tmp_path / "out"
     done = distill(
         "--config", str(recipe_file), "--records", str(records), "--out", str(out), "train.lr=0.002"

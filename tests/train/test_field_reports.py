@@ -131,7 +131,7 @@ def test_b056_records_without_labels_stop_with_the_reason(
     tmp_path: Path,
 ) -> None:
     bare = RecordStore.create(tmp_path / "records", store.settings)
-    bare.add([r for r in records if len(r.reply) == 1])
+    bare.add("a", [r for r in records if len(r.reply) == 1])
     with pytest.raises(UserError, match="nothing to train on"):
         train(make_recipe(), tiny_target, bare, tmp_path / "run", Console(file=io.StringIO()))
 
@@ -196,10 +196,10 @@ def test_b069_b070_what_training_sees_is_what_decoding_accepts(
         Request(r.prompt_id, r.domain, "train", tuple(r.ids[: r.prompt_len].tolist()), Law(0.0), 0)
         for r in records[:12]
     ]
-    settings = GatherSettings(LIMIT, batch_size=8, taps=(1, 1, 2), keep_states=True)
+    settings = GatherSettings(LIMIT, batch_size=8, taps=(1, 1, 2), keep="hidden")
     greedy = [r for r in answer(tiny_target, requests, settings) if len(r.reply) > 1]
     few = RecordStore.create(tmp_path / "records", store.settings)
-    few.add(greedy)
+    few.add("a", greedy)
     saved = train(recipe, tiny_target, few, tmp_path / "run", Console(file=io.StringIO()))
     drafter = load_drafter(saved, tiny_target)
     scores = score(tiny_target, drafter, greedy, Law(0.0), 3, LIMIT)

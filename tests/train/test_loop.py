@@ -41,7 +41,8 @@ def log_of(folder: Path, kind: str = "") -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     for row in rows:
-        row.pop("tokens_per_s", None)
+        for name in ("tokens_per_s", "data_wait"):
+            row.pop(name, None)
     return [row for row in rows if kind in ("", row["kind"])]
 
 
@@ -291,16 +292,17 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[float]]]:
     """Of every optimiser step: whether the second objective ran, and the laws of its records."""
     seen: list[tuple[bool, set[float]]] = []
     optimise, collated = loop._Run._optimise, corpus.collate
-    laws: list[float] = []
+    laws: dict[int, set[float]] = {}
+    kept = []  # so that no address comes twice
 
     def watched(self: Any, window: Any, meter: Any, switched: bool) -> float:
-        seen.append((switched, set(laws)))
-        laws.clear()
+        seen.append((switched, set().union(*(laws[b.ids.data_ptr()] for b in window))))
         return optimise(self, window, meter, switched)
 
     def noted(records: Any, domains: Any) -> Any:
-        laws.extend(r.law.temperature for r in records)
-        return collated(records, domains)
+        kept.append(collated(records, domains))
+        laws[kept[-1].ids.data_ptr()] = {r.law.temperature for r in records}
+        return kept[-1]
 
     monkeypatch.setattr(loop._Run, "_optimise", watched)
     monkeypatch.setattr(corpus, "collate", noted)

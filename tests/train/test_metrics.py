@@ -1,6 +1,7 @@
 """Counting: every figure is a ratio of pooled counts, and survives a restart."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,21 @@ def test_counts_go_on_after_a_restart(accelerator: Accelerator, batches) -> None
         meter.add(batches[1], sums([0.3], [1]), TOTAL)
     lines = [meter.read(accelerator, 0.0, 0.0) for meter in (whole, second)]
     for line in lines:
-        del line["tokens_per_s"]
+        del line["tokens_per_s"], line["data_wait"]
     assert lines[0] == lines[1]
+
+
+def test_time_spent_waiting_for_data_is_a_share_of_all(accelerator: Accelerator, batches) -> None:  # type: ignore[no-untyped-def]
+    meter = Meter(("a", "b", "c"))
+    meter.add(batches[0], sums([0.1], [1]), TOTAL)
+    with meter.waiting():
+        time.sleep(0.03)
+    second = Meter(("a", "b", "c"))
+    second.restore(json.loads(json.dumps(meter.state(accelerator))), accelerator)
+    for counted in (meter, second):
+        assert counted.read(accelerator, 0.0, 0.0)["data_wait"] > 0.2
+    second.add(batches[0], sums([0.1], [1]), TOTAL)
+    assert second.read(accelerator, 0.0, 0.0)["data_wait"] == 0.0
 
 
 def test_a_resumed_log_drops_what_is_redone(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""`draftsmith inspect`: what becomes of a recipe's rows, and what of them is supervised."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..configs.collection import DomainSection
+from ..configs.load import load_recipe
+from ..configs.recipe import Recipe
+from ..data.audit import audit, coloured
+from ..data.prepare import Prepared
+from ..data.prompts import Prompt, read_prompts
+from ..data.replies import Turn, given_turns
+from ..data.target import TargetInfo, target_info
+from .pipeline import prepare_recipe
+
+_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gz")
+_LONG = "too long"  # how reasons of that kind begin
+_LOOKED_AT = 100  # rows of a file that tell whether it holds replies
+
+
+def inspection(what: str, overrides: Sequence[str], shown: int, console: Console) -> int:
+    """Tell what is kept, rejected and supervised; 1 if any row is faulty, else 0.
+
+    `what` is a recipe, or a file of rows: its replies are looked at if it has any. Rows left out by
+    choice (duplicates, caps, lengths) are no faults.
+    """
+    recipe = _of_file(what, overrides) if what.endswith(_FILES) else load_recipe(what, overrides)
+    info = target_info(recipe.target)
+    for line in audit(info.tokenizer, info.eos_ids, recipe.target.template_options):
+        console.print(f"[yellow]note[/yellow]  {line}")
+    prepared = prepare_recipe(recipe, info, console)
+    for row in _chosen(prepared, shown):
+        _show(prepared.prompt(row), prepared.ids(row), recipe, info, console)
+    faults = sum(section["unusable"] for section in prepared.counts["sections"])
+    faults -= sum(r["rows"] for r in prepared.counts["reasons"] if r["reason"].startswith(_LONG))
+    if faults:
+        console.print(f"[red]{faults} rows are faulty[/red]")
+    return int(faults > 0)
+
+
+def _of_file(path: str, overrides: Sequence[str]) -> Recipe:
+    """The demo's recipe with this file as its only domain; replies that it holds are given."""
+    recipe = load_recipe("demo", overrides)
+    kind = next((o.split("=")[1] for o in overrides if o.startswith("domains.0.kind=")), "chat")
+    section = DomainSection(Path(path).stem.split(".")[0], path, kind=kind, holdout=0.0)  # type: ignore[arg-type]
+    given = replace(recipe.collect, replies="given")
+    rows = zip(range(_LOOKED_AT), read_prompts(section, given), strict=False)
+    holds = any(isinstance(row, Prompt) for _, row in rows)
+    collect = given if holds else recipe.collect
+    return replace(recipe, domains=(section,), collect=collect)
+
+
+def _chosen(prepared: Prepared, shown: int) -> list[int]:
+    """Places of the rows to show, spread over all of them."""
+    step = max(1, len(prepared) // max(1, shown))
+    return list(range(0, len(prepared), step))[:shown]
+
+
+def _show(
+    prompt: Prompt, ids: tuple[int, ...], recipe: Recipe, info: TargetInfo, console: Console
+) -> None:
+    options = recipe.target.template_options
+    limit = min(info.max_positions or 1 << 30, recipe.collect.max_length or 1 << 30)
+    if prompt.given:
+        turns = given_turns(info.tokenizer, prompt, info.eos_ids, limit, options)
+    else:
+        turns = [Turn(0, ids, (), "")]
+    for turn in turns:
+        tokens, supervised = len(turn.prompt) + len(turn.reply), len(turn.reply)
+        told = f"{supervised} supervised" if prompt.given else "then the target's own reply"
+        title = f"{prompt.source}:{prompt.line} [{prompt.domain}] {tokens} tokens, {told}"
+        console.print(Text(title, style="bold"))
+        console.print(coloured(info.tokenizer, turn))
