@@ -20,7 +20,7 @@ class DomainSection:
     datasets:NAME[:config[:split]]."""
     kind: Literal["chat", "raw", "rendered"] = "chat"
     """chat goes through the chat template; raw is bare text for completion models; rendered is
-    text that a chat template has already made."""
+    text that a chat template has already made, whose earlier replies stay whatever `turns` says."""
     by: str | None = None
     """A key of the rows whose value names the domain of each; null calls all of them name."""
     holdout: float = 0.25
@@ -52,6 +52,11 @@ class DomainSection:
         require(ok, "max_rows", self.max_rows, "a number above 0, or null")
         ok = self.weight is None or 0 < self.weight < math.inf
         require(ok, "weight", self.weight, "a number above 0, or null")
+        is_data_set = self.source.startswith("datasets:")
+        ok = is_data_set or self.revision is None
+        require(ok, "revision", self.revision, "null where source is no data set (datasets:NAME)")
+        ok = is_data_set or not self.streaming
+        require(ok, "streaming", self.streaming, "false where source is no data set")
 
 
 PACKAGED_DOMAINS = tuple(
@@ -98,7 +103,7 @@ class CollectSection:
     """The target answers each training prompt once at each of these, and under each served law
     that truncates."""
     max_new_tokens: int = 96
-    """Longest reply, in tokens."""
+    """Longest reply of the target, in tokens; given ones are bound by max_length alone."""
     cut: Literal["keep", "drop"] = "keep"
     """What becomes of replies that reach max_new_tokens: kept as unfinished ones, or left out
     together with the turns after them."""
@@ -120,7 +125,7 @@ class CollectSection:
     top: int = 64
     """Tokens kept of each distribution, where distributions is top."""
     store_dtype: Dtype = "float32"
-    """Precision of the stored states."""
+    """Precision of the stored layers; the head's inputs stay float32."""
     server: ServerSection | None = None
     """Servers that answer; null runs the target in this process."""
 
@@ -137,3 +142,5 @@ class CollectSection:
         require(ok, "near_duplicates", self.near_duplicates, "above 0 and at most 1, or null")
         ok = self.server is None or self.distributions != "hidden"
         require(ok, "distributions", self.distributions, "top or none: servers tell no states")
+        ok = self.server is None or self.replies == "target" or self.distributions == "none"
+        require(ok, "distributions", self.distributions, "none: servers judge no given replies")

@@ -4,25 +4,22 @@ Several processes may work on one folder: each asks its share of the plan's batc
 of them writes what concerns all.
 """
 
-import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import transformers
+from filelock import FileLock, Timeout
 
 from ..configs.errors import Unfinished, UserError
 from ..configs.recipe import Recipe
+from .account import in_words, progress_of, room, summary
 from .gather import Backend, GatherSettings, TargetBackend, recompute_states
-from .plan import Ask, Batch, make_asks, make_plan, selection
-from .prepare import Prepared
+from .plan import Ask, Batch, asked_for, conversation_key, is_dropped, make_asks, make_plan
 from .records import Record, Top
 from .remote import ServerBackend
 from .replies import Turn, given_turns
@@ -31,7 +28,9 @@ from .store import RecordStore
 from .target import Target, TargetInfo
 from .top import top_of
 from .turns import Conversations
+from .work import Processes, Work
 
+_TOKENS = 32_768  # of given replies that the target reads at a time, padding included
 _KNOWN = (
     *("name", "revision", "quantisation", "weights", "dtype", "vocab_size"),
     *("tokenizer", "rules", "template"),
@@ -53,23 +52,12 @@ def collect_settings(
         "distributions": section.distributions,
         "top": section.top if section.distributions == "top" else 0,
         "store_dtype": section.store_dtype,
+        "end_tokens": sorted(target.eos_ids),
         "answered_by": "this process" if section.server is None else "a server",
+        "served_model": None if section.server is None else section.server.model,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a collection needs besides its recipe."""
-
-    recipe: Recipe
-    target: Target | TargetInfo
-    taps: tuple[int, ...]
-    prepared: Prepared
-    folder: Path
-    console: Console
-    deadline: float | None = None
-    """Seconds from the start after which no further batch is begun."""
 
 
 def collect(work: Work) -> RecordStore:
@@ -79,18 +67,22 @@ def collect(work: Work) -> RecordStore:
         Unfinished: the deadline came first.
         UserError: nothing to ask, or what backends and stores raise.
     """
-    begun = time.monotonic()
-    state = _Processes.here()
+    state = Processes.here()
     server = work.recipe.collect.server
     if server is not None and server.command and state.count > 1:
         raise UserError(
             "collect.server.command starts a server, and this is one of several processes; start "
             "the servers yourself and name them in collect.server.addresses, or use one process"
         )
-    settings = collect_settings(work.recipe, work.target, work.taps)
     asks = make_asks(work.recipe, work.prepared)
     if not asks:
         raise UserError("no prompt is left to collect")
+    with _alone(work.folder, state):
+        return _collect(work, asks, state)
+
+
+def _collect(work: Work, asks: Sequence[Ask], state: Processes) -> RecordStore:
+    settings = collect_settings(work.recipe, work.target, work.taps)
     if state.first:
         for path in RecordStore.create(work.folder, settings).drop_damaged():
             work.console.print(f"{path.name} was damaged and is collected again")
@@ -101,23 +93,55 @@ def collect(work: Work) -> RecordStore:
     state.wait()  # all have read the plan before anyone adds to what is held
     if batches:
         if state.first:
-            work.console.print(_room(work, batches, state.count))
-        _ask(work, store, batches, begun)
+            work.console.print(room(work, batches, state.count))
+        _ask(work, store, batches, state.count)
     else:
         work.console.print(f"all {len(asks)} conversations are in {work.folder.name}")
     whole = store.held()
     late = state.any(any(batch.name not in whole for batch in batches))
+    lacking = sum(len(batch.asks) for batch in _plan(work, store, asks))
     if late:
-        missing = sum(len(b.asks) for b in _plan(work, store, asks))
         raise Unfinished(
-            f"stopped at the time limit: {len(asks) - missing} of {len(asks)} conversations are in "
+            f"stopped at the time limit: {len(asks) - lacking} of {len(asks)} conversations are in "
             f"{work.folder}; the same command goes on"
         )
+    if lacking:
+        raise UserError(
+            f"{work.folder} lacks {lacking} conversations that were answered: all processes must "
+            "write to one folder, which every machine shares; run the same command again"
+        )
     if state.first:
-        chosen = selection(asks, work.recipe, store.index())
-        store.finish(summary(store, asks, work), chosen)
+        _finish(work, store, asks)
     state.wait()
     return RecordStore.open(work.folder)
+
+
+def _finish(work: Work, store: RecordStore, asks: Sequence[Ask]) -> None:
+    """Say in the manifest what is there and what of it is asked for, unless it says so already."""
+    found = asked_for(asks, work.recipe, store.index())
+    kept = [(row, ask) for row, ask in found if not is_dropped(work.recipe, row, ask)]
+    chosen = {row.key: (ask.split, ask.domain) for row, ask in kept}
+    about = summary(work, asks, found)
+    known = RecordStore.create(work.folder, store.settings)
+    if not (known.complete and known.selection == chosen and set(known.listed) == store.held()):
+        store.finish(about, chosen)
+    work.console.print(in_words(about))
+
+
+@contextmanager
+def _alone(folder: Path, state: Processes) -> Iterator[None]:
+    """One collection at a time; the lock goes with its process, however that ends."""
+    lock = FileLock(folder / ".lock")
+    if state.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another command is collecting into {folder}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _everything(work: Work, settings: dict[str, Any]) -> RecordStore:
@@ -126,80 +150,49 @@ def _everything(work: Work, settings: dict[str, Any]) -> RecordStore:
 
 
 def _plan(work: Work, store: RecordStore, asks: Sequence[Ask]) -> list[Batch]:
-    held = {row.key for row in store.index() if row.turn == 0}
+    held = {
+        conversation_key(work.recipe, row)
+        for row in store.index()
+        if row.turn == 0 or row.origin == "given"  # which may be the last reply alone
+    }
     return make_plan(work.folder, asks, held, store.held(), work.recipe.collect.shard_size)
-
-
-@dataclass(frozen=True)
-class _Processes:
-    """The processes of `accelerate launch` that share the work; one where there is no launcher."""
-
-    rank: int
-    count: int
-    _state: PartialState
-
-    @classmethod
-    def here(cls) -> "_Processes":
-        state = PartialState()
-        return cls(state.process_index, state.num_processes, state)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        self._state.wait_for_everyone()
-
-    def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
-        if self.count == 1:
-            return flag
-        found = torch.tensor([float(flag)], device=self._state.device)
-        torch.distributed.all_reduce(found)
-        return bool(found.item())
 
 
 # ---- asking
 
 
-def _ask(work: Work, store: RecordStore, batches: Sequence[Batch], begun: float) -> None:
+def _ask(work: Work, store: RecordStore, batches: Sequence[Batch], processes: int) -> None:
     """Ask the batches one after the other, none that is not expected to end in time."""
     section = work.recipe.collect
     settings = GatherSettings(
         max_new_tokens=section.max_new_tokens,
         batch_size=section.batch_size,
-        taps=work.taps,
+        taps=work.taps if section.distributions == "hidden" else (),
         keep=section.distributions,
         top=section.top,
     )
-    limit = _limit(work) - section.max_new_tokens
+    limit = work.limit - section.max_new_tokens
     options = dict(work.recipe.target.template_options)
-    talks = Conversations(
-        work.prepared, work.target.tokenizer, options, work.recipe.seed, limit,
-        section.cut == "drop",
-    )  # fmt: skip
     total = sum(len(b.asks) for b in batches)
-    with _backend(work) as backend, _progress(work.console, total) as count:
-        started = time.monotonic()
-        for done, batch in enumerate(batches):
+    with _backend(work, processes) as backend, progress_of(work.console, total) as count:
+        longest, before = 0.0, time.monotonic()
+        for batch in batches:  # ever longer ones
             now = time.monotonic()
-            each = (now - started) / max(1, done)
-            if work.deadline is not None and now + each > begun + work.deadline:
+            longest, before = max(longest, now - before), now
+            if work.ends is not None and now + longest > work.ends:
                 return
+            talks = Conversations(
+                work.prepared, work.target.tokenizer, options, work.recipe.seed, limit,
+                section.cut == "drop",
+            )  # fmt: skip
             said = [talks.first(ask) for ask in batch.asks if ask.origin == "target"]
             records = backend.answer(said, settings, count.tokens, talks.after) if said else []
-            records += _given(work, batch, settings)
-            store.add(batch.name, records)
+            store.add(batch.name, records + _given(work, batch, settings))
             count.conversations(len(batch.asks))
 
 
-def _limit(work: Work) -> int:
-    own, chosen = work.target.max_positions, work.recipe.collect.max_length
-    return min(own or 1 << 30, chosen or 1 << 30)
-
-
 @contextmanager
-def _backend(work: Work) -> Iterator[Backend]:
+def _backend(work: Work, processes: int) -> Iterator[Backend]:
     """Whoever answers, for as long as the block runs."""
     section, target = work.recipe.collect, work.target
     if section.server is None:
@@ -208,14 +201,15 @@ def _backend(work: Work) -> Iterator[Backend]:
         return
     assert isinstance(target, TargetInfo)
     with serving(section.server, target.place) as addresses:
-        server = replace(section.server, addresses=addresses, command=())
-        yield ServerBackend(server, target.tokenizer, target.eos_ids, target.vocab_size)
+        each = max(1, section.server.concurrency // processes)
+        server = replace(section.server, addresses=addresses, command=(), concurrency=each)
+        yield ServerBackend(server, target.tokenizer, target.eos_ids, target.vocab_size, work.limit)
 
 
 def _given(work: Work, batch: Batch, settings: GatherSettings) -> list[Record]:
     """Records of the replies that the data holds, with what the target thinks of them."""
     options = dict(work.recipe.target.template_options)
-    limit, tokenizer, ends = _limit(work), work.target.tokenizer, work.target.eos_ids
+    limit, tokenizer, ends = work.limit, work.target.tokenizer, work.target.eos_ids
     records = [
         _as_given(ask, turn)
         for ask in batch.asks
@@ -224,15 +218,23 @@ def _given(work: Work, batch: Batch, settings: GatherSettings) -> list[Record]:
     ]
     if settings.keep == "none" or not records:
         return records
-    if not isinstance(work.target, Target):
-        raise UserError(
-            "servers do not tell what they think of given replies: set collect.distributions: "
-            "none, or collect.server: null"
-        )
-    records.sort(key=lambda r: len(r.ids))
-    size = settings.batch_size
-    parts = [records[i : i + size] for i in range(0, len(records), size)]
-    return [r for part in parts for r in _judged(work.target, part, settings)]
+    assert isinstance(work.target, Target)
+    return [
+        record
+        for part in _parts(records, settings.batch_size)
+        for record in _judged(work.target, part, settings)
+    ]
+
+
+def _parts(records: Sequence[Record], size: int) -> Iterator[list[Record]]:
+    """Records of like length, as many together as fit."""
+    part: list[Record] = []
+    for record in sorted(records, key=lambda r: len(r.ids)):
+        if part and (len(part) == size or (len(part) + 1) * len(record.ids) > _TOKENS):
+            yield part
+            part = []
+        part.append(record)
+    yield part
 
 
 def _as_given(ask: Ask, turn: Turn) -> Record:
@@ -250,99 +252,3 @@ def _judged(target: Target, records: list[Record], settings: GatherSettings) -> 
         assert record.states is not None
         found = top_of(target.logits(record.states.hidden.to(target.device)), settings.top)
         yield replace(record, states=None, top=Top(found.ids.cpu(), found.log_probs.cpu()))
-
-
-# ---- what is told
-
-
-@dataclass(frozen=True)
-class _Count:
-    progress: Progress
-    task: Any
-    seen: list[int]
-
-    def tokens(self, new: int) -> None:
-        self.seen[0] += new
-        elapsed = max(1e-9, self.progress.tasks[0].elapsed or 0.0)
-        self.progress.update(self.task, tokens=self.seen[0], rate=self.seen[0] / elapsed)
-
-    def conversations(self, new: int) -> None:
-        self.progress.advance(self.task, new)
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[_Count]:
-    columns = (
-        TextColumn("collect"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]:.0f}/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        yield _Count(progress, progress.add_task("", total=total, tokens=0, rate=0.0), [0])
-
-
-def bytes_per_token(work: Work) -> tuple[int, int]:
-    """What is stored of a prompt's token and of a reply's."""
-    section = work.recipe.collect
-    ids = 8
-    if section.distributions == "top":
-        return ids, ids + 8 * section.top
-    if section.distributions == "none":
-        return ids, ids
-    assert isinstance(work.target, Target)
-    width, half = work.target.hidden_size, section.store_dtype != "float32"
-    taps = len(work.taps) * width * (2 if half else 4)
-    return ids + taps, ids + taps + 4 * width + 4
-
-
-def _room(work: Work, batches: Sequence[Batch], processes: int) -> str:
-    """Bytes per token, the disk that the rest may need at most, and what is free."""
-    of_prompt, of_reply = bytes_per_token(work)
-    asks = [ask for batch in batches for ask in batch.asks]
-    longest = work.recipe.collect.max_new_tokens
-    need = processes * sum(a.tokens * of_prompt + longest * of_reply for a in asks)
-    free = shutil.disk_usage(work.folder).free
-    line = (
-        f"{of_prompt:,} bytes per prompt token, {of_reply:,} per reply token: at most "
-        f"{need / 1e9:.2f} GB for replies of one turn, {free / 1e9:.1f} GB are free"
-    )
-    return f"[yellow]{line}; this may not fit[/yellow]" if need > free else line
-
-
-def _turns(prepared: Prepared, ask: Ask) -> int:
-    """Replies of a conversation, were none cut or too long; those of rendered text as one."""
-    return max(1, len(prepared.prompt(ask.row).turns))
-
-
-def summary(store: RecordStore, asks: Sequence[Ask], work: Work) -> dict[str, Any]:
-    """Counts of what was collected, per split, domain and law, and of the prompts behind it.
-
-    replies_left_out: turns that were not asked or do not fit, and cut replies where those are
-    dropped.
-    """
-    chosen = selection(asks, work.recipe, store.index())
-    counts: Counter[tuple[str, ...]] = Counter()
-    for row in store.index():
-        if row.key in chosen:
-            split, domain = chosen[row.key]
-            law = row.law.label if row.origin == "target" else "given"
-            cell = (split, domain, law)
-            counts[*cell, "records"] += 1
-            counts[*cell, "tokens"] += row.tokens - row.prompt_len
-            counts[*cell, "stopped"] += row.finish == "stop"
-            counts[*cell, "cut_by_length"] += row.finish == "length"
-    fields = ("records", "tokens", "stopped", "cut_by_length")
-    turns = sum(_turns(work.prepared, ask) for ask in asks)
-    return {
-        "cells": [
-            {"split": cell[0], "domain": cell[1], "law": cell[2]}
-            | {name: counts[*cell, name] for name in fields}
-            for cell in sorted({key[:3] for key in counts})
-        ],
-        "conversations": len(asks),
-        "replies": len(chosen),
-        "replies_left_out": turns - len(chosen),
-        "prompts": work.prepared.counts,
-    }

@@ -8,6 +8,10 @@ conversation is the same, or when the user turns nearly are and all the rest is:
 prompt, tool or reply makes another prompt. Prompts of one key are meant to be alike, as those
 written from one template are, and are never near duplicates of each other.
 
+The ids are compared too, for what a chat asks a rendered text may ask as well: on both sides of the
+split what is asked, on one side all that is learnt from. What users say in a rendered text is not
+told from what its template prints, so that its texts are never called nearly the same.
+
 Nearly the same are texts that share, of all runs of three words in either, the share
 `collect.near_duplicates`. MinHash proposes pairs, of which it misses few; each is then counted out.
 """
@@ -45,9 +49,12 @@ HELD_OUT, DUPLICATE, NEARLY_HELD_OUT, NEAR_DUPLICATE = range(4)
 HOW = ("held out as", "duplicate of", "nearly held out as", "near duplicate of")
 
 Numbers = NDArray[np.uint64]
+Ids = Sequence[int]
+Asked = tuple[Ids, Ids]
+"""What the target is asked, and the reply that is given; empty where it is the target's to make."""
 MARKS = pa.schema(
-    [(name, pa.uint64()) for name in ("mark_key", "mark_first", "mark_whole", "mark_frame")]
-    + [("bands", pa.list_(pa.uint64()))]
+    [(f"mark_{name}", pa.uint64()) for name in ("key", "first", "whole", "frame", "ids")]
+    + [(name, pa.list_(pa.uint64())) for name in ("asked", "bands")]
 )
 
 
@@ -84,20 +91,34 @@ class Sketch:
         return [_hash64(band.tobytes()) for band in used]
 
 
-def marks(prompt: Prompt, sketch: Sketch | None) -> dict[str, Any]:
-    """What a prompt is compared by, one value of each of `MARKS`."""
+def marks(
+    prompt: Prompt, turns: Sequence[Asked], opening: Ids | None, sketch: Sketch | None
+) -> dict[str, Any]:
+    """What a prompt is compared by, one value of each of `MARKS`.
+
+    Args:
+        turns: the given replies with their prompts; or, with an empty reply, the first prompt.
+        opening: ids before the first reply to a user, where no prompt of `turns` needs to be that.
+    """
     frame = [
         {**message, "content": None if message["role"] == "user" else _plain(message["content"])}
         for message in prompt.messages
     ]
     rest = json.dumps([prompt.kind, prompt.given, frame, prompt.tools], sort_keys=True)
     texts = [normalised(text) for text in _user_texts(prompt.messages)]
+    whole = _hash64(json.dumps([texts, rest]).encode())
+    # Of several replies to make, ids tell the first prompt only.
+    told = prompt.given or len(prompt.turns) == 1
+    asked = [ids for ids, _ in turns] + ([] if opening is None else [opening])
+    bands = sketch is not None and prompt.kind != "rendered"
     return {
         "mark_key": _hash64(prompt.key.encode()),
         "mark_first": _hash64(texts[0].encode()),
-        "mark_whole": _hash64(json.dumps([texts, rest]).encode()),
+        "mark_whole": whole,
         "mark_frame": _hash64(rest.encode()),
-        "bands": sketch.of_text(user_text(prompt.messages)) if sketch else [],
+        "mark_ids": _hash64(json.dumps(turns).encode()) if told else whole,
+        "asked": [_hash64(json.dumps(ids).encode()) for ids in asked],
+        "bands": sketch.of_text(user_text(prompt.messages)) if sketch and bands else [],
     }
 
 
@@ -132,7 +153,8 @@ def _hash64(data: bytes) -> int:
 class Marked:
     """The marks of N prompts in the order in which they were read, as arrays `[N]`.
 
-    bands: the column of the sketches, in as many pieces as it was written in.
+    ids: what is asked and learnt; asked, bands: the columns of prompts asked and of sketches, in as
+    many pieces as they were written in.
     """
 
     heldout: NDArray[np.bool_]
@@ -140,6 +162,8 @@ class Marked:
     first: Numbers
     whole: Numbers
     frame: Numbers
+    ids: Numbers
+    asked: pa.ChunkedArray
     bands: pa.ChunkedArray
 
 
@@ -165,13 +189,16 @@ def find_twins(marked: Marked, sketch: Sketch | None, text: Callable[[int], str]
     count = len(marked.heldout)
     twins = Twins(np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int8))
     heldout, training = np.flatnonzero(marked.heldout), np.flatnonzero(~marked.heldout)
-    _drop_equal(marked.whole, heldout, twins)
+    for values in (marked.whole, marked.ids):
+        _drop_equal(values, heldout[twins.twin[heldout] < 0], twins)
     kept = heldout[twins.twin[heldout] < 0]
     for values in (marked.key, marked.first):
         same = _first_equal(values[kept], values[training])
         found = (same >= 0) & (twins.twin[training] < 0)
         twins.mark(training[found], kept[same[found]], HELD_OUT)
-    _drop_equal(marked.whole, training[twins.twin[training] < 0], twins)
+    _drop_asked(marked, kept, twins)
+    for values in (marked.whole, marked.ids):
+        _drop_equal(values, training[twins.twin[training] < 0], twins)
     if sketch is not None:
         for row, twin in _near(marked, twins, sketch, text):
             near = NEARLY_HELD_OUT if marked.heldout[row] < marked.heldout[twin] else NEAR_DUPLICATE
@@ -185,6 +212,17 @@ def _drop_equal(values: Numbers, rows: NDArray[np.int64], twins: Twins) -> None:
     twin = rows[first[inverse]]
     again = twin != rows
     twins.mark(rows[again], twin[again], DUPLICATE)
+
+
+def _drop_asked(marked: Marked, kept: NDArray[np.int64], twins: Twins) -> None:
+    """Training prompts that are asked, with any of their replies, what a held-out one is."""
+    lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in marked.asked.chunks])
+    values = np.concatenate([chunk.flatten().to_numpy() for chunk in marked.asked.chunks])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    held = np.isin(rows, kept)
+    asks = ~marked.heldout[rows] & (twins.twin[rows] < 0)
+    same = _first_equal(values[held], values[asks])
+    twins.mark(rows[asks][same >= 0], rows[held][same[same >= 0]], HELD_OUT)
 
 
 def _first_equal(known: Numbers, asked: Numbers) -> NDArray[np.int64]:

@@ -5,9 +5,9 @@ A layout is recognised by the first of its keys that has a value:
 * messages, conversation, conversations: chats, with role and content or with from and value;
 * request, body: logs of an OpenAI-compatible server, whose reply stands in response;
 * turns: what a user says in turn, without the replies between (Spec-Bench, MT-bench);
-* prompt (a text or a chat), question, text: the reply, where there is one, in response, completion,
-  output, answer or code;
-* instruction with input or context, and output: Alpaca, Dolly, Self-Instruct.
+* prompt (a text or a chat), question, instruction, text: the reply, where there is one, in
+  response, completion, output, answer or code; save beside text, what stands in context and input
+  belongs to the question (Alpaca, Dolly, Self-Instruct, SQuAD).
 
 A null is a missing value everywhere and never becomes text.
 """
@@ -25,17 +25,20 @@ ROLES = {
     **{"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"},
     **{"function": "tool", "observation": "tool"},
 }
-ANSWERED = ("user", "tool")
 CHATS = ("messages", "conversation", "conversations")
 LAYOUTS = (*CHATS, "turns", "prompt", "question", "instruction", "text")
 LOGS = ("request", "body")
 REPLIES = ("response", "completion", "output", "answer", "code")
+EVIDENCE = ("context", "input")
 UNFINISHED = ("length", "content_filter")
+LONG = 200  # characters: a column of so much text may be what the question is about
 NAMES = ("id", "task_id", "question_id", "uuid", "custom_id")
 TEXT_FIELDS = ("name", "tool_call_id")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
+READ = {"role", "from", "content", "value", "tool_calls", "function_call", "finish_reason"}
 READ |= {*TEXT_FIELDS, *REASONING}
+KNOWN = {*LAYOUTS, *LOGS, *REPLIES, *EVIDENCE, *NAMES, *REASONING}
+KNOWN |= {"system", "system_prompt", "template", "tools", "functions"}
 
 
 class Unusable(Exception):
@@ -60,9 +63,9 @@ class Parsed:
     label: str | None = None
     """The domain the row says it is of."""
     cut: bool = False
-    """The log says that the reply is unfinished."""
+    """The row says that a reply is unfinished."""
     unread: frozenset[str] = frozenset()
-    """Fields of its messages that are not understood, and left out."""
+    """What of it is not understood, and left out, in words."""
 
 
 def parse(row: object, kind: Kind, by: str | None = None) -> Parsed:
@@ -167,7 +170,7 @@ def _decoded(value: object) -> object:
 
 
 def _conversation(row: Mapping[str, Any]) -> tuple[list[Message], bool, frozenset[str]]:
-    """The turns of a row, whether the last is unfinished, and the fields not understood."""
+    """The turns of a row, whether a reply is unfinished, and what is not understood."""
     layout = next((key for key in LAYOUTS if row.get(key) is not None), None)
     if layout is None:
         null = next((key for key in LAYOUTS if key in row), None)
@@ -176,6 +179,7 @@ def _conversation(row: Mapping[str, Any]) -> tuple[list[Message], bool, frozense
     if layout == "turns":
         return _with_system(row, _turns(row["turns"])), False, frozenset()
     said: list[Any]
+    unread: set[str] = set()
     if layout in CHATS or (layout == "prompt" and isinstance(row["prompt"], list)):
         value = _decoded(row[layout])
         if not isinstance(value, list) or not value:
@@ -183,33 +187,43 @@ def _conversation(row: Mapping[str, Any]) -> tuple[list[Message], bool, frozense
         said = value
     else:
         said = [_said("user", _single(row, layout))]
+        unread = {f"'{key}', a long text," for key, value in row.items() if _may_matter(key, value)}
     messages = [_message(message, place) for place, message in enumerate(said, start=1)]
     if all(message["role"] != "user" for message in messages):
         raise Unusable("no user turn")
-    cut = False
-    if messages[-1]["role"] in ANSWERED:
-        replies, cut = _replies(row)
+    reason = row.get("finish_reason")
+    if messages[-1]["role"] != "assistant":
+        replies, reason, more = _replies(row)
         messages += [_message(m, place) for place, m in enumerate(replies, len(said) + 1)]
         said = said + replies
-    unread = {
-        field
+        unread |= more
+    elif _given_reply(row) and any(isinstance(row.get(key), Mapping) for key in LOGS):
+        raise Unusable("the request ends with a reply already begun (prefill)")
+    unread |= {
+        f"'{field}' of its messages"
         for message in said
         for field, value in message.items()
         if field not in READ and value not in (None, "", [], {})
     }
+    ends = [reason, *(message.get("finish_reason") for message in said)]
+    cut = any(end in UNFINISHED for end in ends)
     return _with_system(row, messages), cut, frozenset(unread)
+
+
+def _may_matter(key: str, value: object) -> bool:
+    """Whether a column that no layout has a word of holds a long text, such as a passage."""
+    return isinstance(value, str) and len(value) >= LONG and key not in KNOWN
 
 
 def _single(row: Mapping[str, Any], layout: str) -> str:
     """The text of a layout that holds one."""
     text = _text_of(row[layout], layout)
-    if layout == "instruction":
-        if row.get("history"):
-            raise Unusable("'history' is not supported: give the turns as 'messages'")
-        name = "context" if row.get("input") is None else "input"
-        more = "" if row.get(name) is None else _text_of(row[name], name, empty=True)
-        text = f"{text}\n\n{more}" if more.strip() else text
-    return text
+    if layout == "text":
+        return text
+    if layout == "instruction" and row.get("history"):
+        raise Unusable("'history' is not supported: give the turns as 'messages'")
+    beside = [_text_of(row[key], key, True) for key in EVIDENCE if row.get(key) is not None]
+    return "\n\n".join([text, *(more for more in beside if more.strip())])
 
 
 def _turns(value: object) -> list[Message]:
@@ -231,17 +245,23 @@ def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Messag
     return [_said("system", text), *messages]
 
 
-def _replies(row: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """What a row gives as the reply to its last turn, and whether that is unfinished."""
-    name = next((key for key in REPLIES if row.get(key) is not None), None)
+def _given_reply(row: Mapping[str, Any]) -> str | None:
+    """The key of a reply that stands beside the turns."""
+    return next((key for key in REPLIES if row.get(key) is not None), None)
+
+
+def _replies(row: Mapping[str, Any]) -> tuple[list[Any], object, set[str]]:
+    """What a row gives as the reply to its last turn, why that ended, and what is not used."""
+    name = _given_reply(row)
     if name is None:
-        return [], False
-    value, reason = row[name], row.get("finish_reason")
+        return [], None, set()
+    value, reason, unread = row[name], row.get("finish_reason"), set[str]()
     if isinstance(value, Mapping):
         answer = value["body"] if isinstance(value.get("body"), Mapping) else value
         choices = answer.get("choices")
         if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
             reason = choices[0].get("finish_reason")
+            unread = {"every choice but the first of a reply"} if len(choices) > 1 else unread
             answer = choices[0].get("message") or {"content": choices[0].get("text")}
         if not isinstance(answer, Mapping) or not {"content", "tool_calls"} & answer.keys():
             raise Unusable(f"'{name}' holds no reply")
@@ -250,7 +270,7 @@ def _replies(row: Mapping[str, Any]) -> tuple[list[Any], bool]:
         value = [_said("assistant", str(value))]
     elif not (isinstance(value, list) and value and all(_has_role(part) for part in value)):
         value = [_said("assistant", _text_of(value, name))]
-    return value, reason in UNFINISHED
+    return value, reason, unread
 
 
 def _has_role(value: object) -> bool:

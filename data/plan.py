@@ -6,15 +6,15 @@ that moved, added or removed prompts ask nothing anew.
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..configs.recipe import Recipe
 from .files import write_json
 from .prepare import Prepared
 from .records import Origin, request_key, request_seed
+from .shards import RowInfo
 from .warp import Law, law_of
 
 PLAN = "plan.json"
@@ -113,22 +113,24 @@ def _read(folder: Path, size: int) -> list[list[str]]:
         return []  # what is held is known without it
 
 
-def selection(
-    asks: Sequence[Ask], recipe: Recipe, rows: Sequence[Any]
-) -> Mapping[str, tuple[str, str]]:
-    """Which of the records on disk the plan asks for, and the split and domain it gives them.
-
-    Replies cut by length are left out of training where the recipe says so; held-out ones stay,
-    for what they say about acceptance is no less true.
-    """
+def asked_for(
+    asks: Sequence[Ask], recipe: Recipe, rows: Sequence[RowInfo]
+) -> list[tuple[RowInfo, Ask]]:
+    """The records on disk that answer what the plan asks, each with its conversation."""
     wanted = {ask.key: ask for ask in asks}
-    found = {}
-    for row in rows:
-        seed = 0 if row.origin == "given" else request_seed(recipe.seed, row.prompt_id, row.law)
-        ask = wanted.get(request_key(row.prompt_id, row.law, seed, 0, row.origin))
-        if ask is None:
-            continue
-        dropped = recipe.collect.cut == "drop" and row.finish == "length"
-        if not (dropped and ask.split == "train"):
-            found[row.key] = (ask.split, ask.domain)
-    return found
+    found = ((row, wanted.get(conversation_key(recipe, row))) for row in rows)
+    return [(row, ask) for row, ask in found if ask is not None]
+
+
+def conversation_key(recipe: Recipe, row: RowInfo) -> str:
+    """The key of the `Ask` that a record belongs to, whichever turn it is."""
+    seed = 0 if row.origin == "given" else request_seed(recipe.seed, row.prompt_id, row.law)
+    return request_key(row.prompt_id, row.law, seed, 0, row.origin)
+
+
+def is_dropped(recipe: Recipe, row: RowInfo, ask: Ask) -> bool:
+    """Whether a reply cut by length is left out of training, as the recipe may say.
+
+    Held-out ones stay, for what they say about acceptance is no less true.
+    """
+    return recipe.collect.cut == "drop" and row.finish == "length" and ask.split == "train"

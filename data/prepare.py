@@ -18,6 +18,7 @@ import fsspec
 import pyarrow as pa
 from filelock import FileLock
 from rich.console import Console
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
@@ -28,7 +29,7 @@ from .duplicates import Sketch
 from .files import cache_folder, whole_folder, write_json
 from .prompts import Prompt, read_prompts
 from .selection import Selection, select
-from .sources import DATASETS, source_files
+from .sources import DATASETS, reason_of, source_files
 from .store import settings_hash
 from .tally import REJECTED, Tally, tell
 from .workers import MARKED, ROWS, Renderer, parse_row, render_all
@@ -36,7 +37,7 @@ from .workers import MARKED, ROWS, Renderer, parse_row, render_all
 if TYPE_CHECKING:
     import datasets
 
-VERSION = 1  # of what is written here; another one is prepared anew
+VERSION = 3  # of what is written here; another one is prepared anew
 ROWS_FILE, MANIFEST = "rows.arrow", "manifest.json"
 LIBRARIES = ("transformers", "tokenizers", "datasketch")
 
@@ -104,7 +105,7 @@ def prepare(
     with FileLock(folder.parent / f".{folder.name}.lock"):
         prepared = _open(folder)
         if prepared:
-            console.print(f"prepared prompts found in {folder}", soft_wrap=True)
+            console.print(Text(f"prepared prompts found in {folder}"), soft_wrap=True)
         else:
             for left in folder.parent.glob(f".{folder.name}.*.part"):  # by a run that was killed
                 shutil.rmtree(left)
@@ -177,23 +178,22 @@ def _content(section: DomainSection) -> list[list[str]]:
     config = rest.partition(":")[0] or None
     try:
         builder = datasets.load_dataset_builder(name, config, revision=section.revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot load '{section.source}': {reason}") from None
+    except Exception as error:  # the library's own, or those of the storage behind it
+        raise UserError(f"cannot load '{section.source}': {reason_of(error)}") from error
     return [[section.source, f"{builder.config_id} {builder.hash}"]]
 
 
 def _file_content(path: str) -> str:
-    files, bare = fsspec.core.url_to_fs(path)
     try:
+        files, bare = fsspec.core.url_to_fs(path)
         info = files.info(bare)
         for tag in ("ETag", "etag", "md5Hash", "content_md5"):
             if info.get(tag):
                 return f"{tag} {info[tag]}"
         with files.open(bare, "rb") as handle:
             return f"sha256 {hashlib.file_digest(handle, 'sha256').hexdigest()}"
-    except OSError as error:
-        raise UserError(f"cannot read the prompts in '{path}': {error}") from None
+    except Exception as error:  # each kind of storage has its own
+        raise UserError(f"cannot read the prompts in '{path}': {reason_of(error)}") from error
 
 
 # ---- rows to files

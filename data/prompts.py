@@ -9,14 +9,13 @@ them as they are; prompts held out are answered by the target even so.
 import hashlib
 import json
 import logging
-import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..configs.collection import CollectSection, DomainSection
-from .layouts import ANSWERED, Kind, Message, Parsed, Unusable, parse
+from .layouts import Kind, Message, Parsed, Unusable, parse
 from .sources import Place, read_rows
 
 LOG = logging.getLogger(__name__)
@@ -33,8 +32,9 @@ class Prompt:
     domain: str
     """The row's own label, or the name of its section in the recipe."""
     messages: tuple[Message, ...]
-    """Roles and contents as a chat template takes them, ending with the turn to answer. An earlier
-    reply that the target is to make has the content None. If `given`, all turns of the row."""
+    """Roles and contents as a chat template takes them, ending with the turn to answer (or a system
+    turn behind it). An earlier reply that the target is to make has the content None. If `given`,
+    all turns of the row."""
     source: str
     """Where it was read: the packaged domain, file, URL or data set."""
     line: int
@@ -87,17 +87,14 @@ class Rejection:
 def read_prompts(section: DomainSection, collect: CollectSection) -> Iterator[Prompt | Rejection]:
     """One item for each row of a source between its lines, in its order and while it is read.
 
-    Fields of messages that are not understood are warned of, each once.
+    What of the rows is not understood is warned of, each thing once.
 
     Raises:
         UserError: no such source, or a line that cannot be read.
     """
     warned: set[str] = set()
     unlabelled = section.by is not None
-    last = section.last_line or sys.maxsize
     for place, row in read_rows(section):
-        if not section.first_line <= place.line <= last:
-            continue
         item: Prompt | Rejection
         try:
             parsed = parse(row, section.kind, section.by)
@@ -105,8 +102,8 @@ def read_prompts(section: DomainSection, collect: CollectSection) -> Iterator[Pr
         except Unusable as fault:
             item = Rejection(place.source, place.line, str(fault))
         else:
-            for field in sorted(parsed.unread - warned):
-                LOG.warning("%s: '%s' of its messages is ignored", section.source, field)
+            for what in sorted(parsed.unread - warned):
+                LOG.warning("%s: %s is ignored", section.source, what)
             warned |= parsed.unread
             unlabelled = unlabelled and parsed.label is None
         yield item
@@ -138,8 +135,9 @@ def to_prompt(
         _check_given(parsed)
     else:
         messages = _asked(messages, anew=collect.turns == "all")
+    last_only = given and collect.turns == "last"
     return Prompt(
-        id=_identity(messages, parsed, given),
+        id=_identity(messages, parsed, given, last_only),
         domain=domain,
         messages=messages,
         source=place.source,
@@ -150,7 +148,7 @@ def to_prompt(
         tools=parsed.tools,
         own_id=parsed.own_id,
         given=given,
-        last_only=given and collect.turns == "last",
+        last_only=last_only,
     )
 
 
@@ -159,7 +157,7 @@ def normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _identity(messages: Sequence[Message], parsed: Parsed, given: bool) -> str:
+def _identity(messages: Sequence[Message], parsed: Parsed, given: bool, last_only: bool) -> str:
     """16 hex digits over what is asked; a plain chat's do not depend on what else there is."""
     content: dict[str, Any] = {"messages": messages}
     if parsed.kind != "chat":
@@ -168,6 +166,8 @@ def _identity(messages: Sequence[Message], parsed: Parsed, given: bool) -> str:
         content["tools"] = parsed.tools
     if given:
         content["given"] = True
+    if last_only and len(_reply_places(messages)) != 1:  # rendered text has no places
+        content["last_only"] = True
     return hashlib.sha256(_must_be_text(content)).hexdigest()[:16]
 
 
@@ -192,13 +192,13 @@ def _reply_places(messages: Sequence[Message]) -> list[int]:
 
 
 def _asked(messages: tuple[Message, ...], anew: bool) -> tuple[Message, ...]:
-    """The turns up to the last one to answer.
+    """The turns before the last reply, or all where none stands last.
 
     Args:
         anew: earlier replies give way to the target's, save those that call tools: the result that
             follows answers just that call.
     """
-    last = max(n for n, message in enumerate(messages) if message["role"] in ANSWERED)
+    last = max(n for n, message in enumerate(messages) if message["role"] != "assistant")
     asked = list(messages[: last + 1])
     for place in _reply_places(asked) if anew else ():
         if "tool_calls" in asked[place]:

@@ -48,7 +48,8 @@ class Record:
     turn: which reply of the conversation `prompt_id` it is, from 0. finish: "stop" (an end token)
     or "length" (cut by a limit; also a given reply without an end). origin: whether the target said
     it, drawn from `law`, or the data did, in which case no law holds and `law` is greedy by name
-    only.
+    only. exact: whether the tokens are the ones that were drawn, and not told as text and tokenised
+    anew.
     """
 
     prompt_id: str
@@ -63,6 +64,7 @@ class Record:
     turn: int = 0
     origin: Origin = "target"
     top: Top | None = None
+    exact: bool = True
 
     @property
     def key(self) -> str:
@@ -80,7 +82,7 @@ class Record:
 
     def drawn_from(self, law: Law) -> bool:
         """Whether the reply is a sample of `law`, as estimators and sampled objectives need."""
-        return self.origin == "target" and self.law == law
+        return self.origin == "target" and self.exact and self.law == law
 
 
 def held_out(records: Sequence[Record], law: Law, domain: str) -> list[Record]:

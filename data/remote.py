@@ -39,7 +39,7 @@ class _Down(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """One server, as it described itself. context: tokens of prompt and reply, None if not told.
+    """One server, as it described itself.
 
     of_law: its log-probabilities are of the sampled temperature, not of temperature 1.
     """
@@ -47,7 +47,6 @@ class Server:
     address: str
     dialect: Dialect
     model: str
-    context: int | None
     of_law: bool = False
 
 
@@ -76,15 +75,16 @@ class ServerBackend:
     """A `Backend` over `section.addresses` (what `served.serving` yields, where it has a command).
 
     Replies to token ids come back as token ids. Where a server tells text only, it is tokenised
-    again, which need not give the tokens that were drawn: `retokenised` counts such replies. Where
-    one stops at an end token of its own that is none of `eos_ids`, the reply is kept as one cut by
-    length: `foreign_ends`. Both are also logged, once.
+    again, which need not give the tokens that were drawn: such records are not `exact`. Where one
+    stops at an end token of its own that is none of `eos_ids`, the reply is kept as one cut by
+    length. Both are logged, once.
 
     The key in the environment's OPENAI_API_KEY, if any, is sent to every address.
 
     Args:
         eos_ids: end tokens of the target, which a finished reply has as its last token.
         vocab_size: ids that exist; a reply with others is refused.
+        longest: tokens of the longest conversation that may be asked.
     Raises:
         UserError: the package openai is missing.
     """
@@ -95,27 +95,17 @@ class ServerBackend:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Sequence[int],
         vocab_size: int,
+        longest: int,
     ) -> None:
         if not section.addresses:
             raise ValueError("no addresses: take those that served.serving(section) yields")
         self._openai = _openai()
         self._section = section
         self._reader = Reader(tokenizer, eos_ids, vocab_size)
+        self._longest = longest
+        self._temperatures: set[float] = set()
         self._servers: dict[tuple[str, Keep], Server] = {}
         self._lost: dict[str, str] = {}
-
-    @property
-    def servers(self) -> list[Server]:
-        """Those that answered so far."""
-        return list(self._servers.values())
-
-    @property
-    def retokenised(self) -> int:
-        return self._reader.retokenised
-
-    @property
-    def foreign_ends(self) -> int:
-        return self._reader.foreign_ends
 
     def answer(
         self,
@@ -227,14 +217,8 @@ class ServerBackend:
     async def _ask(
         self, server: Server, client: Any, request: Request, settings: GatherSettings
     ) -> Record:
-        law, needed = request.law, len(request.ids) + settings.max_new_tokens
+        law = request.law
         server.dialect.check(law, server.address)
-        if server.context is not None and needed > server.context:
-            raise UserError(
-                f"prompt {request.prompt_id} and its reply need up to {needed} tokens, but "
-                f"{server.address} serves a context of {server.context}; give it a longer one, or "
-                "lower collect.max_length"
-            )
         top = settings.top if settings.keep == "top" else 0
         if top and server.of_law and law.truncates:
             raise UserError(
@@ -242,9 +226,22 @@ class ServerBackend:
                 "whole vocabulary; start vLLM with --logprobs-mode raw_logprobs, SGLang with "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB=1"
             )
+        if top:
+            self._one_temperature(server, law)
         query = Query(request, server.model, settings.max_new_tokens, self._reader.eos_ids, top)
         told = await self._complete(server, client, query)
         return self._reader.record(query, told, server.address, server.of_law)
+
+    def _one_temperature(self, server: Server, law: Law) -> None:
+        """Records whose log-probabilities are of several temperatures cannot be batched."""
+        self._temperatures.add(law.temperature if server.of_law and law.temperature else 1.0)
+        if len(self._temperatures) > 1:
+            raise UserError(
+                f"{server.address} tells log-probabilities of the sampled temperature, and those "
+                f"of {', '.join(f'{t:g}' for t in sorted(self._temperatures))} cannot be used "
+                "together; start vLLM with --logprobs-mode raw_logprobs, SGLang with "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB=1, or collect a single temperature"
+            )
 
     async def _complete(self, server: Server, client: Any, query: Query) -> Told:
         about = f"prompt {query.request.prompt_id}"
@@ -288,8 +285,13 @@ class ServerBackend:
         listed = await self._received(sent, address, "the question for its models")
         model = _model(listed, self._section.model, address)
         context = model.get("max_model_len") or (model.get("meta") or {}).get("n_ctx")
+        if context is not None and context < self._longest:
+            raise UserError(
+                f"{address} serves a context of {context} tokens, and conversations may have "
+                f"{self._longest}: give it a longer one, or set collect.max_length to {context}"
+            )
         dialect = DIALECTS.get(str(model.get("owned_by")), OTHER)
-        server = Server(address, dialect, model["id"], context)
+        server = Server(address, dialect, model["id"])
         await self._check_tokens(server, client)
         if settings.keep == "top":
             server = replace(server, of_law=await self._of_law(server, client))

@@ -72,7 +72,9 @@ def given_turns(
             or not where it is asked for one, or no reply within `max_length`.
         UserError: as `render_prompt`.
     """
-    ends = {str(tokenizer.decode([token])): token for token in eos_ids}
+    spelled = ((str(tokenizer.decode([token])), token) for token in eos_ids)
+    # An id that the tokenizer does not know spells nothing, which would be found everywhere.
+    ends = {text: token for text, token in spelled if text}
     turns: list[Turn] = []
     try:
         for turn in _all_turns(tokenizer, prompt, ends, options):
@@ -184,7 +186,11 @@ def _past_content(
     if message.get("tool_calls"):
         rest = {field: value for field, value in message.items() if field != "tool_calls"}
         without = [*prompt.messages[:place], {"content": "", **rest}]
-        if through == render_text(tokenizer, without, prompt.tools, options, generate=False):
+        try:
+            bare = render_text(tokenizer, without, prompt.tools, options, generate=False)
+        except RefusedError:  # it takes the turn for its calls alone
+            bare = None
+        if through == bare:
             raise Unusable(f"the chat template does not print the tool calls of {name}")
     content = str(message.get("content") or "")
     if not content.strip():

@@ -60,6 +60,8 @@ def select(table: pa.Table, sections: Sequence[DomainSection], sketch: Sketch | 
         first=table["mark_first"].to_numpy(),
         whole=table["mark_whole"].to_numpy(),
         frame=table["mark_frame"].to_numpy(),
+        ids=table["mark_ids"].to_numpy(),
+        asked=table["asked"],
         bands=table["bands"],
     )
     messages = table["messages"]

@@ -56,6 +56,7 @@ class RowInfo:
     split: str
     law: Law
     origin: Origin
+    exact: bool
     seed: int
     finish: str
     tokens: int
@@ -74,7 +75,7 @@ class RowInfo:
 
     def drawn_from(self, law: Law) -> bool:
         """Whether the reply is a sample of `law`, as `Record.drawn_from`."""
-        return self.origin == "target" and self.law == law
+        return self.origin == "target" and self.exact and self.law == law
 
 
 # ---- writing
@@ -119,6 +120,7 @@ def _row(record: Record) -> dict[str, Any]:
         "split": record.split,
         "law": list(astuple(record.law)),
         "origin": record.origin,
+        "exact": record.exact,
         "seed": record.seed,
         "finish": record.finish,
         "tokens": len(record.ids),
@@ -258,4 +260,5 @@ def read_record(handle: Any, info: RowInfo, where: str) -> Record:
         turn=info.turn,
         origin=info.origin,
         top=top,
+        exact=info.exact,
     )

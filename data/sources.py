@@ -2,9 +2,7 @@
 
 import csv
 import json
-import lzma
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +49,9 @@ def packaged_domains() -> tuple[str, ...]:
 
 
 def read_rows(section: DomainSection) -> Iterator[tuple[Place, Any]]:
-    """Each row of a source with its place, while the source is read.
+    """Each row of a source between its lines, with its place, while the source is read.
+
+    Nothing behind `last_line` is read; of several files each has these lines.
 
     The source is a packaged domain; a path relative to the working folder or a URL that fsspec
     knows, perhaps a pattern such as data/*.jsonl, perhaps compressed (.gz, .bz2, .xz); or
@@ -64,14 +64,24 @@ def read_rows(section: DomainSection) -> Iterator[tuple[Place, Any]]:
     """
     source = section.source
     if source.startswith(DATASETS):
-        for line, row in _data_set(section):
+        for line, row in _between(_data_set(section), section):
             yield Place(source, line), row
         return
     for name, path in source_files(source):
         reader = _reader(name, path)
         with _faults(name):
-            for line, row in reader(partial(_open, path), name):
+            for line, row in _between(reader(partial(_open, path), name), section):
                 yield Place(name, line), row
+
+
+def _between(rows: Iterator[Row], section: DomainSection) -> Iterator[Row]:
+    for line, row in rows:
+        if section.last_line is not None and line > section.last_line:
+            return
+        if line >= section.first_line:
+            yield line, row
+        if line == section.last_line:  # what follows may be broken, or slow to come
+            return
 
 
 def source_files(source: str) -> list[tuple[str, str]]:
@@ -97,14 +107,10 @@ def _matching(source: str) -> list[str]:
     if "://" not in source:
         return sorted(path for path in glob(source, recursive=True) if Path(path).is_file())
     with _faults(source):
-        try:
-            files, path = fsspec.core.url_to_fs(source)
-            if "*" not in path:
-                return [source] if files.exists(path) else []
-            return [files.unstrip_protocol(found) for found in sorted(files.glob(path))]
-        except Exception as error:
-            # Each kind of storage has errors of its own, with no common type.
-            raise OSError(error) from None
+        files, path = fsspec.core.url_to_fs(source)
+        if "*" not in path:
+            return [source] if files.exists(path) else []
+        return [files.unstrip_protocol(found) for found in sorted(files.glob(path))]
 
 
 @contextmanager
@@ -112,9 +118,16 @@ def _faults(source: str) -> Iterator[None]:
     """Tell what goes wrong in reading as an error of that source."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read the prompts in '{source}': {reason}") from None
+    except UserError:
+        raise
+    except Exception as error:
+        # Each kind of storage and of packing has errors of its own, with no common type.
+        raise UserError(f"cannot read the prompts in '{source}': {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """An error of another library in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _open(path: str) -> IO[bytes]:
@@ -299,12 +312,11 @@ def _data_set(section: DomainSection) -> Iterator[Row]:
         )
         for number, row in enumerate(rows, start=1):
             yield number, _without_padding(row)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # OSError is also what the library raises when it is offline or finds nothing there.
-        reason = " ".join(str(error).split())
+    except Exception as error:  # the library's own, or those of the storage behind it
         raise UserError(
-            f"cannot load '{section.source}', read as {DATASETS}NAME[:config[:split]]: {reason}"
-        ) from None
+            f"cannot load '{section.source}', read as {DATASETS}NAME[:config[:split]]: "
+            f"{reason_of(error)}"
+        ) from error
 
 
 def _without_padding(row: dict[str, Any]) -> dict[str, Any]:

@@ -186,10 +186,6 @@ class RecordStore:
         """
         return {name for name in self._files.shelf.sizes() if self._files.is_whole(name)}
 
-    def shards(self) -> list[Path]:
-        """All shards that lie in the folder, by name."""
-        return [self._path(name) for name in sorted(self._files.shelf.sizes())]
-
     def drop_damaged(self) -> list[Path]:
         """Remove shards that are not whole, or not as listed; returns their paths and lost ones'.
 
@@ -216,10 +212,6 @@ class RecordStore:
         return self.folder / shard_file(name)
 
     # ---- reading
-
-    def select(self, selection: Selection) -> "RecordStore":
-        """A view of these records alone, by key, with split and domain as told here."""
-        return replace(self, selection=selection)
 
     def index(self) -> list[RowInfo]:
         """All records without their tensors, by shard name, then as they were added.

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..configs.collection import DomainSection
 from ..configs.errors import UserError
@@ -137,7 +138,8 @@ def tell(counts: dict[str, Any], folder: Path, console: Console) -> None:
     )
     if counts["rejected"]:
         console.print(rejection_table(counts))
-        console.print(f"each of them is named in {folder / REJECTED}", soft_wrap=True)
+        # As a Text: what a path or a row spells is no markup.
+        console.print(Text(f"each of them is named in {folder / REJECTED}"), soft_wrap=True)
     for section in counts["sections"]:
         for name, what in (("unusable", "unusable"), ("left_out", "left out, though usable")):
             if section[name] > section["rows"] / 2:
@@ -149,7 +151,8 @@ def rejection_table(counts: dict[str, Any]) -> Table:
     """Reasons with counts, the most frequent first."""
     table = Table("domain", "rows", "reason", "first", style="yellow")
     for row in counts["reasons"][:_SHOWN]:
-        table.add_row(row["domain"], str(row["rows"]), row["reason"], row["first"])
+        cells = (row["domain"], str(row["rows"]), row["reason"], row["first"])
+        table.add_row(*map(Text, cells))
     more = counts["reasons"][_SHOWN:]
     if more:
         table.add_row("", str(sum(row["rows"] for row in more)), f"{len(more)} other reasons", "")

@@ -205,8 +205,9 @@ def target_info(section: TargetSection) -> TargetInfo:
     config, tokenizer, options = _read(place, section)
     try:
         generation: Any = GenerationConfig.from_pretrained(place, **options)
-    except OSError:  # a target need not have one
-        generation = None
+    except OSError:  # a target need not have one; its loader too falls back to the configuration
+        named: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
+        generation = GenerationConfig.from_pretrained(place, **named, **options)
     text = config.get_text_config(decoder=True)
     rows = int(getattr(text, "vocab_size", None) or len(tokenizer))
     positions = getattr(text, "max_position_embeddings", None)
@@ -371,7 +372,10 @@ def _quantisation(config: Any) -> str | None:
 
 def _describe(target: Target, section: TargetSection) -> None:
     config = target.model.config
-    digest = hashlib.sha256()
+    about = config.to_dict()  # rope scaling, for one, makes other states of the same weights
+    for name in ("_name_or_path", "transformers_version", "architectures", "use_cache"):
+        about.pop(name, None)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
     for name, tensor in sorted(target.model.state_dict().items()):
         if type(tensor) not in (Tensor, nn.Parameter):  # a quantised kind of its own
             tensor = tensor.dequantize()

@@ -19,8 +19,7 @@ MASS_ERROR = 1e-3
 
 
 class Reader:
-    """Reads replies for one target; `retokenised` and `foreign_ends` count what `ServerBackend`
-    says of them."""
+    """Reads replies for one target."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], vocab_size: int
@@ -29,8 +28,7 @@ class Reader:
         self.added = tokenizer.added_tokens_decoder
         self.eos_ids = tuple(eos_ids)
         self.vocab_size = vocab_size
-        self.retokenised = 0
-        self.foreign_ends = 0
+        self._warned: set[str] = set()
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text as it is, without a start token."""
@@ -68,6 +66,7 @@ class Reader:
             states=None,
             turn=request.turn,
             top=top,
+            exact=told.ids is not None,
         )
 
     def _reply(self, told: Told, address: str) -> tuple[list[int], str]:
@@ -75,13 +74,10 @@ class Reader:
         stopped = told.finish == "stop"
         ids = told.ids
         if ids is None:
-            if not self.retokenised:
-                LOG.warning(
-                    "%s tells replies as text only: they are tokenised again, and need not be the "
-                    "tokens that were drawn",
-                    address,
-                )
-            self.retokenised += 1
+            self._warn(
+                f"{address} tells replies as text only: they are tokenised again, and as they need "
+                "not be the tokens that were drawn, they count as samples of no law"
+            )
             # A reply cut within a character ends in a stand-in that was never said.
             ids = self.encode(told.text if stopped else told.text.rstrip("\ufffd"))
         for place, token in enumerate(ids):
@@ -91,18 +87,20 @@ class Reader:
             return ids, "length"
         last = self.added.get(ids[-1]) if ids else None
         if not self.eos_ids or (last is not None and last.special):
-            if not self.foreign_ends:
-                LOG.warning(
-                    "%s ends replies at %s, which is no end token of the target: they count as cut "
-                    "by length",
-                    address,
-                    last or "tokens of its own",
-                )
-            self.foreign_ends += 1
+            self._warn(
+                f"{address} ends replies at {last or 'tokens of its own'}, which is no end token "
+                "of the target: they count as cut by length"
+            )
             return ids, "length"
         own = self.tokenizer.eos_token_id
         end = own if own in self.eos_ids else self.eos_ids[0]
         return [*ids, end], "stop"  # some servers keep the end token to themselves
+
+    def _warn(self, text: str) -> None:
+        """Say it once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            LOG.warning("%s", text)
 
 
 def top_of_rows(

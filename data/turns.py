@@ -12,6 +12,7 @@ from .plan import Ask
 from .prepare import Prepared
 from .prompts import Prompt
 from .records import Record, request_seed
+from .replies import control_tokens
 from .warp import Law
 
 
@@ -46,8 +47,8 @@ class Conversations:
         turn = record.turn + 1
         if turn == len(prompt.turns) or (self.cut_ends and record.finish == "length"):
             return None
-        said.append(str(self.tokenizer.decode(record.reply.tolist(), skip_special_tokens=True)))
-        if any(token in said[-1] for token in self.tokenizer.all_special_tokens):
+        said.append(self._text(record))
+        if any(token in said[-1] for token in control_tokens(self.tokenizer)):
             return None
         messages = [dict(message) for message in prompt.messages[: prompt.turns[turn]]]
         for place, text in zip(prompt.turns, said, strict=False):
@@ -61,6 +62,13 @@ class Conversations:
         return Request(
             record.prompt_id, record.domain, record.split, ids, record.law, seed, turn=turn
         )
+
+    def _text(self, record: Record) -> str:
+        """What was said, without a character that was cut in two."""
+        text = self.tokenizer.decode(
+            record.reply.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text).rstrip("\ufffd") if record.finish == "length" else str(text)
 
 
 def opening_requests(prepared: Prepared, asks: Iterable[Ask]) -> list[Request]:

@@ -20,7 +20,17 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from ..configs.errors import UserError
-from .duplicates import MARKS, Sketch, marks
+from .chat import (
+    RefusedError,
+    only_text,
+    render_prompt,
+    reply_closing,
+    reply_header,
+    reply_starts,
+    text_ids,
+    turn_between,
+)
+from .duplicates import MARKS, Asked, Sketch, marks
 from .layouts import Unusable
 from .prompts import Prompt, Rejection
 from .replies import check_prompt, given_turns
@@ -82,8 +92,10 @@ class Renderer:
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
         ids = check_prompt(self.tokenizer, prompt, self.options)
+        asked: list[Asked] = [(ids, ())]
         if prompt.given:
             turns = given_turns(self.tokenizer, prompt, self.eos_ids, self.limit, self.options)
+            asked = [(turn.prompt, turn.reply) for turn in turns]
             ids = list(turns[0].prompt)
         elif self.limit is not None and len(ids) + self.max_new_tokens > self.limit:
             raise Unusable(
@@ -95,8 +107,37 @@ class Renderer:
             **{name: json.dumps(getattr(prompt, name)) for name in ("messages", "tools")},
             "ids": ids,
             "tokens": len(ids),
-            **marks(prompt, self.sketch),
+            **marks(prompt, asked, self._opening(prompt), self.sketch),
         }
+
+    def _opening(self, prompt: Prompt) -> list[int] | None:
+        """Ids before the first reply to a user; None where they are not told, or asked anyway."""
+        messages = prompt.messages
+        if prompt.given and not prompt.last_only:
+            return None  # among the prompts of all replies
+        try:
+            if prompt.kind == "rendered":
+                return self._opening_of(only_text(messages, "rendered"))
+            roles = [message["role"] for message in messages]
+            user = roles.index("user")
+            first = roles.index("assistant", user) if "assistant" in roles[user:] else len(roles)
+            if first >= prompt.turns[0]:
+                return None
+            chat = messages[:first]
+            return render_prompt(self.tokenizer, chat, prompt.kind, prompt.tools, self.options)
+        except RefusedError:  # a template that asks for more than one question
+            return None
+
+    def _opening_of(self, text: str) -> list[int] | None:
+        """A greeting before the first question opens many texts, and asks nothing."""
+        tokenizer, options = self.tokenizer, self.options
+        *earlier, _ = reply_starts(text, reply_header(tokenizer, options))
+        if not earlier:
+            return None
+        between = turn_between(tokenizer, options)
+        user = between.removeprefix(reply_closing(tokenizer, options)).strip()
+        start = next((start for start in earlier if user in text[:start]), None)
+        return text_ids(tokenizer, text[:start]) if user and start is not None else None
 
 
 def parse_row(row: Mapping[str, Any]) -> Prompt:

@@ -103,7 +103,7 @@ def evaluate(
         "sweep": sweep,
         "cost": cost_rows(costs, trees, ratio),
         "lossless": _lossless(recipe, target, cells, outputs),
-        "alarms": _left_out(recipe, records, cells),
+        "alarms": [*_left_out(recipe, records, cells), *_off_policy(store)],
         "stages": [],
     }
 
@@ -140,6 +140,12 @@ def _left_out(recipe: Recipe, records: Sequence[Record], cells: Sequence[Cell]) 
                 )
                 lines.append(f"{cell.name} is left out: {reason}")
     return lines
+
+
+def _off_policy(store: RecordStore) -> list[str]:
+    """A drafter learns best from what the target itself says."""
+    given = sum(r.split == "train" and r.origin == "given" for r in store.index())
+    return [f"{given} training replies are the data's, not the target's own"] if given else []
 
 
 def _calibration(recipe: Recipe, store: RecordStore, cells: Sequence[Cell]) -> list[Request]:

@@ -42,6 +42,7 @@ def provenance(
             "device": str(target.device),
         },
         "prompts_sha256": store.identity,
+        "collected": store.summary().get("cells", []),
     }
 
 

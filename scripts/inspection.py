@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..configs.collection import DomainSection
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
 from ..data.audit import audit, coloured
@@ -17,9 +16,9 @@ from ..data.replies import Turn, given_turns
 from ..data.target import TargetInfo, target_info
 from .pipeline import prepare_recipe
 
-_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gz")
+_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".gz", ".bz2", ".xz")
+_MODE = "(thinking mode?)"  # what its finding says
 _LONG = "too long"  # how reasons of that kind begin
-_LOOKED_AT = 100  # rows of a file that tell whether it holds replies
 
 
 def inspection(what: str, overrides: Sequence[str], shown: int, console: Console) -> int:
@@ -30,8 +29,9 @@ def inspection(what: str, overrides: Sequence[str], shown: int, console: Console
     """
     recipe = _of_file(what, overrides) if what.endswith(_FILES) else load_recipe(what, overrides)
     info = target_info(recipe.target)
-    for line in audit(info.tokenizer, info.eos_ids, recipe.target.template_options):
-        console.print(f"[yellow]note[/yellow]  {line}")
+    findings = audit(info.tokenizer, info.eos_ids, recipe.target.template_options)
+    for line in findings:
+        console.print(Text("note  ", style="yellow").append(line, style="default"))
     prepared = prepare_recipe(recipe, info, console)
     for row in _chosen(prepared, shown):
         _show(prepared.prompt(row), prepared.ids(row), recipe, info, console)
@@ -39,19 +39,22 @@ def inspection(what: str, overrides: Sequence[str], shown: int, console: Console
     faults -= sum(r["rows"] for r in prepared.counts["reasons"] if r["reason"].startswith(_LONG))
     if faults:
         console.print(f"[red]{faults} rows are faulty[/red]")
-    return int(faults > 0)
+    wrong_mode = any(prepared.rows["given"]) and any(_MODE in line for line in findings)
+    if wrong_mode:
+        console.print(
+            "[red]given replies are not rendered as the target says them[/red]: see above"
+        )
+    return int(faults > 0 or wrong_mode)
 
 
 def _of_file(path: str, overrides: Sequence[str]) -> Recipe:
-    """The demo's recipe with this file as its only domain; replies that it holds are given."""
+    """The demo's recipe with this file as its first and only domain; replies it holds are given."""
     recipe = load_recipe("demo", overrides)
-    kind = next((o.split("=")[1] for o in overrides if o.startswith("domains.0.kind=")), "chat")
-    section = DomainSection(Path(path).stem.split(".")[0], path, kind=kind, holdout=0.0)  # type: ignore[arg-type]
+    name = Path(path).name.partition(".")[0]
+    section = replace(recipe.domains[0], name=name, source=path, holdout=0.0)
     given = replace(recipe.collect, replies="given")
-    rows = zip(range(_LOOKED_AT), read_prompts(section, given), strict=False)
-    holds = any(isinstance(row, Prompt) for _, row in rows)
-    collect = given if holds else recipe.collect
-    return replace(recipe, domains=(section,), collect=collect)
+    holds = any(isinstance(row, Prompt) for row in read_prompts(section, given))
+    return replace(recipe, domains=(section,), collect=given if holds else recipe.collect)
 
 
 def _chosen(prepared: Prepared, shown: int) -> list[int]:

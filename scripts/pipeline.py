@@ -8,7 +8,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ from ..train.loop import train, train_settings
 from ..train.objective import bind_objective, training_law
 from .publish import publish
 
+# Processes wait for each other's batches, prompts and checksums, which take their time.
+_WAIT = timedelta(days=30)
+
 
 def check_recipe(recipe: Recipe) -> None:
     """Everything that can be wrong with a recipe without loading a model."""
@@ -67,7 +71,8 @@ class Run:
     root: Path
     console: Console
     deadline: float | None = None
-    """Seconds that collecting may take in this process."""
+    """Seconds from `begun` after which collecting begins no further batch."""
+    begun: float = field(default_factory=time.monotonic)
     accept: bool = False
     """Records of another target are taken, with a warning."""
     _target: Target | None = None
@@ -121,7 +126,8 @@ class Run:
 
     def collect(self, drafter_folder: Path | None = None) -> RecordStore:
         # First, so that each process of several loads the target onto its own device.
-        processes = PartialState(cpu=pick_device(self.recipe.target.device).type == "cpu")
+        on_cpu = pick_device(self.recipe.target.device).type == "cpu"
+        processes = PartialState(cpu=on_cpu, timeout=_WAIT)
         with self._stage("collect"):
             with processes.local_main_process_first():
                 prepared = self.prepared  # before the target is loaded: faults of data show early
@@ -129,13 +135,12 @@ class Run:
                 target: Target | TargetInfo = self.target
                 taps = self.taps(drafter_folder)
             else:
-                target, taps = self._described(), ()
+                target, taps = target_info(self.recipe.target), ()
             settings = collect_settings(self.recipe, target, taps)
             folder = self.root / f"records-{settings_hash(settings)}"
             console = self.console if processes.is_main_process else Console(quiet=True)
-            return collect(
-                Work(self.recipe, target, taps, prepared, folder, console, self.deadline)
-            )
+            ends = None if self.deadline is None else self.begun + self.deadline
+            return collect(Work(self.recipe, target, taps, prepared, folder, console, ends))
 
     def train(self, store: RecordStore) -> Path:
         with self._stage("train"):
@@ -193,10 +198,11 @@ class Run:
         try:
             yield
         finally:
-            path = self.root / "stages.json"
-            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            known[name] = known.get(name, 0.0) + time.perf_counter() - start
-            write_json(path, known)
+            if PartialState().is_main_process:
+                path = self.root / "stages.json"
+                known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+                known[name] = known.get(name, 0.0) + time.perf_counter() - start
+                write_json(path, known)
 
     def stages(self) -> list[dict[str, Any]]:
         path = self.root / "stages.json"

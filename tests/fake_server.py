@@ -262,7 +262,7 @@ def backend(target: Target, *fakes: FakeServer, **options: Any) -> ServerBackend
     section = ServerSection(
         **{"addresses": tuple(f.address for f in fakes), "retries": 2, **options}
     )
-    return ServerBackend(section, target.tokenizer, target.eos_ids, target.vocab_size)
+    return ServerBackend(section, target.tokenizer, target.eos_ids, target.vocab_size, 64)
 
 
 def ask(answering: Backend, asked: Sequence[Request], top: int = 0) -> list[Record]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.configs.errors import UserError
 from draftsmith.data.records import Record, States
 from draftsmith.data.store import RecordStore
 from draftsmith.data.warp import Law
@@ -33,6 +34,14 @@ def record(number: int, split: str = "train", states: bool = True, law: Law = WA
         prompt_len=prompt,
         states=kept if states else None,
     )
+
+
+def is_finished(folder: Path) -> bool:
+    try:
+        return RecordStore.open(folder).complete
+    except UserError as error:
+        assert "is not finished" in str(error)
+        return False
 
 
 def assert_same(a: Record, b: Record) -> None:

@@ -94,5 +94,5 @@ def test_the_demo_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     before = contents(tmp_path)
     said = demo(tmp_path, capsys)
-    assert "are complete" in said and "is already trained" in said
+    assert "conversations are in records-" in said and "is already trained" in said
     assert contents(tmp_path) == before

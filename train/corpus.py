@@ -72,6 +72,7 @@ def load_data(
             f"{store.folder} has no held-out replies under {objective.law.label}, which "
             "train.patience and objective.switch_overlap are judged by"
         )
+    judging = judging[: recipe.train.eval_conversations]
     lawful = make_plan(training, size, recipe.seed, valid) if needed else None
     every = make_plan(training, size, recipe.seed)
     first = lawful if objective.needs_samples and lawful is not None else every

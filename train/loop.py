@@ -102,7 +102,8 @@ def train_settings(recipe: Recipe, store: RecordStore) -> dict[str, Any]:
     if recipe.objective.then is not None or recipe.train.patience is not None:
         served = ("num_draft_tokens", "verifier", "drafting")
         depends |= {name: sections["serving"][name] for name in served}
-    return depends | {"records": store.identity}
+    target = {name: sections["target"][name] for name in ("name", "revision", "dtype")}
+    return depends | {"target": target, "records": store.identity}
 
 
 def _refuse_other(folder: Path, settings: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Duplicates: what counts as the same, and which of two prompts stays."""
 
+import json
 import random
 from typing import Any
 
@@ -40,18 +41,27 @@ def prompt(*texts: str | None, train: bool = True, **fields: Any) -> Prompt:
 
 
 def twins(prompts: list[Prompt], sketch: Sketch | None = SKETCH) -> Twins:
-    rows = [marks(p, sketch) for p in prompts]
+    rows = [marks(p, [(list(text_of(p).encode()), ())], None, sketch) for p in prompts]
     numbers = {
         name: np.array([row[f"mark_{name}"] for row in rows], dtype=np.uint64)
-        for name in ("key", "first", "whole", "frame")
+        for name in ("key", "first", "whole", "frame", "ids")
     }
     middle = len(rows) // 2  # as a table keeps them: in pieces
-    pieces = [[row["bands"] for row in part] for part in (rows[:middle], rows[middle:])]
-    bands = pa.chunked_array(pieces, type=pa.list_(pa.uint64()))
+    columns = {
+        name: pa.chunked_array(
+            [[row[name] for row in part] for part in (rows[:middle], rows[middle:])],
+            type=pa.list_(pa.uint64()),
+        )
+        for name in ("asked", "bands")
+    }
     heldout = np.array([p.split == "heldout" for p in prompts])
-    return find_twins(
-        Marked(heldout, bands=bands, **numbers), sketch, lambda n: user_text(prompts[n].messages)
-    )
+    marked = Marked(heldout, **columns, **numbers)
+    return find_twins(marked, sketch, lambda n: user_text(prompts[n].messages))
+
+
+def text_of(prompt: Prompt) -> str:
+    """In place of its ids."""
+    return json.dumps([prompt.kind, prompt.messages, prompt.tools])
 
 
 def found(*prompts: Prompt, sketch: Sketch | None = SKETCH) -> list[tuple[int, int] | None]:

@@ -363,5 +363,5 @@ def test_reasoning_is_kept_and_other_fields_are_named() -> None:
         )
     message = assistant("b", reasoning="", weight=0, logprobs=None, annotations=[])
     parsed = parse({"messages": [user("a") | {"mood": "good"}, message]}, "chat")
-    assert parsed.unread == {"weight", "mood"}
+    assert parsed.unread == {"'weight' of its messages", "'mood' of its messages"}
     assert parsed.messages == (user("a"), assistant("b"))

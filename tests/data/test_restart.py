@@ -1,6 +1,7 @@
 """A collection that was stopped anywhere, or asks for other prompts, ends as one that was not."""
 
 import io
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,15 +9,26 @@ from typing import Any
 
 import pytest
 from collecting import Answers, World, chat, rows, shards
+from filelock import FileLock
 from rich.console import Console
+from stored import is_finished
 
 from draftsmith.configs.errors import Unfinished, UserError
 from draftsmith.configs.recipe import LawSection
+from draftsmith.data import collection
 from draftsmith.data.collection import collect
 from draftsmith.data.plan import PLAN
-from draftsmith.data.store import RecordStore
+from draftsmith.data.store import MANIFEST, RecordStore
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
+from draftsmith.data.work import Processes
+
+
+def held(world: World) -> set[str]:
+    """Keys of the records on disk, finished or not."""
+    folder = world.root / "records"
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return {row.key for row in RecordStore.create(folder, manifest["settings"]).index()}
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
@@ -30,7 +42,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     Answers(monkeypatch, stop)
     with pytest.raises(KeyboardInterrupt):
         world.collect(content, "cut", holdout=0.0)
-    assert not RecordStore.open(world.root / "cut").complete
+    assert not is_finished(world.root / "cut")
     assert len(shards(world.root / "cut")) == stop
     second = Answers(monkeypatch)
     world.collect(content, "cut", holdout=0.0)
@@ -45,9 +57,9 @@ def test_a_stopped_run_ends_as_one_that_was_not(
 def test_b034_a_damaged_shard_is_redone(
     world: World, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    store = world.collect(rows(6))
+    world.collect(rows(6))
     expected = shards(world.root / "records")
-    path = store.shards()[number]
+    path = sorted(world.root.glob("records/shard-*"))[number]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     answers = Answers(monkeypatch)
     console = Console(record=True, file=io.StringIO())
@@ -56,7 +68,7 @@ def test_b034_a_damaged_shard_is_redone(
     assert path.name in console.export_text()
     assert answers.calls == 1
     assert shards(world.root / "records") == expected
-    assert RecordStore.open(world.root / "records").complete
+    assert is_finished(world.root / "records")
 
 
 def test_b030_added_and_moved_prompts_ask_only_what_is_missing(
@@ -66,7 +78,7 @@ def test_b030_added_and_moved_prompts_ask_only_what_is_missing(
     Answers(monkeypatch, stop=4)
     with pytest.raises(KeyboardInterrupt):
         world.collect(twenty, holdout=0.0, temperatures=(0.0,))
-    before = {r.key for r in RecordStore.open(world.root / "records").records()}
+    before = held(world)
     assert len(before) == 12
     later = [{"prompt": "new one"}, {"prompt": "new two"}, *twenty]
     random.Random(0).shuffle(later)
@@ -107,8 +119,8 @@ def test_a_further_temperature_asks_only_that(
 def test_a_deadline_stops_between_batches(world: World) -> None:
     work = world.work(rows(8), holdout=0.0)
     with pytest.raises(Unfinished, match=r"stopped at the time limit: \d+ of 16 conversations"):
-        collect(replace(work, deadline=1e-9))
-    assert not RecordStore.open(work.folder).complete
+        collect(replace(work, ends=0.0))
+    assert not is_finished(work.folder)
     assert collect(work).complete
 
 
@@ -142,3 +154,45 @@ def test_other_taps_or_template_are_refused(world: World, load_tiny: Callable[..
     other.provenance["template"] = "edited"
     with pytest.raises(UserError, match=r"target = .*edited"):
         collect(replace(work, target=other))
+
+
+def test_given_replies_of_which_the_last_counts_are_asked_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their one record is no first turn; and other turns of the same rows are other records."""
+    talk = {
+        "messages": [
+            {"role": "user", "content": "Give me five simple tips."},
+            {"role": "assistant", "content": "Sleep."},
+            {"role": "user", "content": "Now three."},
+            {"role": "assistant", "content": "Walk."},
+        ]
+    }
+    options: dict[str, Any] = {"holdout": 0.0, "replies": "given"}
+    both = world.collect([talk], **options)
+    assert sorted(r.turn for r in both.records()) == [0, 1]
+    last = world.collect([talk], turns="last", **options)
+    assert [r.turn for r in last.records()] == [1]
+    assert last.summary()["replies_left_out"] == 0
+    kept = shards(world.root / "records")
+    monkeypatch.setattr(collection, "recompute_states", None)  # nothing is judged again
+    again = world.collect([talk], turns="last", **options)
+    assert again.identity == last.identity and shards(world.root / "records") == kept
+
+
+def test_two_collections_into_one_folder_do_not_meet(world: World) -> None:
+    work = world.work(rows(4))
+    work.folder.mkdir(parents=True)
+    with FileLock(work.folder / ".lock"), pytest.raises(UserError, match="another command"):
+        collect(work)
+    assert collect(work).complete
+
+
+def test_half_of_the_records_is_no_collection(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a second machine writes into a folder of its own."""
+    monkeypatch.setattr(Processes, "any", lambda self, flag: False)
+    with pytest.raises(UserError, match=r"lacks 8 conversations .* every machine shares"):
+        collect(replace(world.work(rows(4), holdout=0.0), ends=0.0))
+    assert not is_finished(world.root / "records")
