@@ -21,13 +21,14 @@ from ..configs.collection import DomainSection
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe
-from ..data.collection import Work, collect, collect_settings
+from ..data.collection import collect, collect_settings
 from ..data.files import write_json
 from ..data.linear import speed_up_few_rows
 from ..data.prepare import Prepared, prepare
 from ..data.store import RecordStore, settings_hash
 from ..data.target import Target, TargetInfo, load_target, pick_device, target_info
 from ..data.top import check_law
+from ..data.work import Work
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
 from ..drafters.registry import (

@@ -11,12 +11,13 @@ from rich.console import Console
 from draftsmith.configs.collection import CollectSection, DomainSection
 from draftsmith.configs.recipe import LawSection, Recipe, ServingSection, TargetSection
 from draftsmith.data import collection
-from draftsmith.data.collection import Work, collect
+from draftsmith.data.collection import collect
 from draftsmith.data.gather import After, GatherSettings, Request, TargetBackend
 from draftsmith.data.prepare import Prepared, prepare
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
+from draftsmith.data.work import Work
 
 TAPS = (0, 1, 2)
 COLLECT: dict[str, Any] = {

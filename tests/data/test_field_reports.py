@@ -32,17 +32,17 @@ from draftsmith.scripts.cli import main
 
 # ---- B034: a collection that is killed
 
-ROWS = 30
+ROWS = 40
 KILLED = """\
 name: killed
 target: {{name: {target}, device: cpu}}
 serving: {{laws: [{{temperature: 1.0}}]}}
 domains: [{{name: math, source: {prompts}, holdout: 0.2}}]
-collect: {{temperatures: [0.0, 1.0], max_new_tokens: 24, batch_size: 2, shard_size: 1}}
+collect: {{temperatures: [0.0, 1.0], max_new_tokens: 24, batch_size: 2, shard_size: 2}}
 drafter: {{family: eagle3, draft_vocab_size: 100}}
 train: {{steps: 1, mixed_precision: "no"}}
 """
-KILLS = ((2, signal.SIGKILL), (12, signal.SIGKILL), (24, signal.SIGKILL), (32, signal.SIGTERM))
+KILLS = ((2, signal.SIGKILL), (9, signal.SIGKILL), (16, signal.SIGKILL), (22, signal.SIGTERM))
 """At how many shards, and by which signal."""
 
 

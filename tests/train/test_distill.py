@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.configs.recipe import Recipe
-from draftsmith.data.collection import Work, collect
+from draftsmith.data.collection import collect
 from draftsmith.data.target import Target
+from draftsmith.data.work import Work
 from draftsmith.drafters.checkpoint import read_own
 from draftsmith.scripts.pipeline import prepare_recipe
 from draftsmith.train.distill import main
