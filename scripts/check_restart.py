@@ -69,8 +69,8 @@ def check(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     held = []
     while killed < KILLS:
         child = _start(recipe, root / "killed", args.processes)
-        # Around a tenth of the work each time, so that all kills find something to interrupt.
-        at = first + rng.uniform(-0.1, 1.6) * (seconds - first) / (KILLS + 2)
+        # Less than a tenth of the work each time, so that all kills find something to interrupt.
+        at = first + rng.uniform(-0.1, 1.2) * (seconds - first) / (KILLS + 4)
         try:
             child.wait(at)
             sys.exit(f"it finished before kill {killed + 1}: give it more prompts")

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import fsspec
 import pytest
+from conftest import CHATML
 from preparing import GOOD, Load, prompts, reasons, section
 from rich.console import Console
 from templates import AGENT, given, reply, user, with_template
@@ -97,7 +98,7 @@ def test_rendered_conversations_meet_in_their_first_question(
         rendered(tmp_path, [chatml(*held)], "held", holdout=1.0),
         rendered(tmp_path, [text], "train", holdout=0.0),
     )
-    for collect in (GIVEN, CollectSection()):
+    for collect in (GIVEN, CollectSection(replies="given", turns="last"), CollectSection()):
         found = [reason for _, reason in reasons(ready(sections, collect))]
         assert found == ([f"held out as {sections[0].source}:1"] if met else [])
 
@@ -249,6 +250,9 @@ def test_nothing_behind_the_last_line_is_read(
     assert lines(tmp_path / "*.jsonl", first_line=5, last_line=5) == [5, 5]
     with pytest.raises(UserError, match=r"b.jsonl:6"):
         lines(path, first_line=5, last_line=6)
+    blank = tmp_path / "c.jsonl"
+    blank.write_text(path.read_text().replace("{broken", "") + json.dumps(GOOD[0]))
+    assert (lines(blank, first_line=5, last_line=6), lines(blank)[-1]) == ([5], 7)
     prompted = read_prompts(DomainSection("d", str(path), last_line=5), CollectSection())
     assert [item.line for item in prompted if isinstance(item, Prompt)] == [1, 2, 3, 4, 5]
     taken = []
@@ -344,11 +348,13 @@ def test_a_template_that_demands_content_or_calls(
 def test_an_end_that_spells_nothing_is_none(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """An id beyond the vocabulary, as a target's configuration may name one."""
     assert tiny_tokenizer.decode([5000]) == ""
+    more = CHATML.replace("['content'] + '<", "['content'] + ' Over.<")
+    tokenizer = with_template(tiny_tokenizer, more)
     chat = given(user("a"), reply("long enough"))
-    wanted = given_turns(tiny_tokenizer, chat, (2,), None)
-    assert given_turns(tiny_tokenizer, chat, (5000, 2), None) == wanted
+    (turn,) = given_turns(tokenizer, chat, (5000, 2), None)
+    assert tokenizer.decode(turn.reply) == "long enough Over.<|im_end|>"
     with pytest.raises(Unusable, match="no end-of-turn token"):
-        given_turns(tiny_tokenizer, chat, (5000,), None)
+        given_turns(tokenizer, chat, (5000,), None)
 
 
 def test_both_ways_to_load_a_target_know_the_same_ends(
