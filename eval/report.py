@@ -19,7 +19,13 @@ from rich.text import Text
 
 from ..configs.errors import UserError
 from .page import GLOSSARY, Banner, Report, Table, render_page
-from .tables import detail_tables, interval_text, stages_table, summary_tables
+from .tables import (
+    MIN_CONVERSATIONS,
+    detail_tables,
+    interval_text,
+    stages_table,
+    summary_tables,
+)
 
 FORMAT = 1
 JSON_NAME = "report.json"
@@ -27,8 +33,6 @@ HTML_NAME = "report.html"
 
 MIN_GENERATE_RATIO = 0.97
 """A plain loop slower than this share of transformers' generate flatters every speedup."""
-MIN_CONVERSATIONS = 8
-"""Intervals from fewer are too narrow to say that two figures exclude each other."""
 MIN_OVERLAP_TO_ACCEPT = 0.05
 """Above this overlap, a decoder that accepts nothing at all is broken, not unlucky."""
 

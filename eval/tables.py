@@ -7,6 +7,8 @@ from typing import Any
 from .page import Report, Table
 
 MISSING = "–"
+MIN_CONVERSATIONS = 8
+"""Intervals from fewer are too narrow to say that two figures exclude each other."""
 
 
 def summary_tables(report: Report) -> list[Table]:
@@ -42,15 +44,23 @@ def _acceptance(report: Report) -> Table:
         mass = (_number(cell.get("captured_mass"), 3),) if reduced else ()
         rows.append(
             (
-                *(cell["domain"], cell["law"], str(cell["prompts"])),
+                *(cell["domain"], cell["law"], _conversations(cell["prompts"])),
                 *(interval_text(cell["overlap"], 3), *mass),
                 *(_number(value, 2) for value in survival),
             )
         )
     survivals = tuple(f"S_{k}" for k in range(1, gamma + 1))
     headers = ("domain", "law", "n", "α overlap", *ceiling, *survivals)
-    note = "P(V_d): the target's mass on the reduced draft vocabulary, a ceiling for α."
-    return Table("Acceptance", headers, tuple(rows), 2, note if reduced else "")
+    notes = []
+    if reduced:
+        notes.append("P(V_d): the target's mass on the reduced draft vocabulary, a ceiling for α.")
+    if any(cell["prompts"] < MIN_CONVERSATIONS for cell in cells):
+        notes.append(f"* fewer than {MIN_CONVERSATIONS} conversations: a narrow interval may lie.")
+    return Table("Acceptance", headers, tuple(rows), 2, " ".join(notes))
+
+
+def _conversations(count: int) -> str:
+    return str(count) if count >= MIN_CONVERSATIONS else f"{count}*"
 
 
 def _rounds(report: Report) -> Table:

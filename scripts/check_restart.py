@@ -63,14 +63,19 @@ def check(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     first = time.monotonic() - start
     _wait(child)
     seconds = time.monotonic() - start
+    whole_shards = len(_shards(root / "whole"))
+    each = (seconds - first) / whole_shards
     rng = random.Random(args.seed)
     seen: dict[str, tuple[str, int]] = {}
     rewritten = killed = 0
     held = []
     while killed < KILLS:
         child = _start(recipe, root / "killed", args.processes)
-        # Less than a tenth of the work each time, so that all kills find something to interrupt.
-        at = first + rng.uniform(-0.1, 1.2) * (seconds - first) / (KILLS + 4)
+        # So many more shards each time that all kills find something to interrupt.
+        wanted = len(seen) + rng.randrange(max(2, 2 * whole_shards // (KILLS + 2)))
+        while child.poll() is None and len(_shards(root / "killed")) < wanted:
+            time.sleep(0.1)
+        at = rng.uniform(0, first if wanted == len(seen) else each)
         try:
             child.wait(at)
             sys.exit(f"it finished before kill {killed + 1}: give it more prompts")
@@ -81,7 +86,7 @@ def check(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         rewritten += sum(now.get(name) != known for name, known in seen.items())
         seen = now
         held.append(len(now))
-        print(f"kill {killed} after {at:.1f} s: {len(now)} shards", flush=True)
+        print(f"kill {killed}: {len(now)} of {whole_shards} shards", flush=True)
     _wait(_start(recipe, root / "killed", args.processes))
     last = _shards(root / "killed")
     rewritten += sum(last.get(name) != known for name, known in seen.items())

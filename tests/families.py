@@ -34,6 +34,7 @@ from transformers import (
     OlmoConfig,
     OlmoeConfig,
     OpenAIGPTConfig,
+    OPTConfig,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -133,6 +134,9 @@ FAMILIES: dict[str, Build] = {
         },
     ),
     "gpt2": _attention(GPT2Config),  # learned positions, tied
+    "opt": _attention(  # learned positions that count from 2
+        OPTConfig, ffn_dim=48, word_embed_proj_dim=32, init_std=0.2
+    ),
     "gpt_neox": _attention(
         GPTNeoXConfig,
         intermediate_size=48,
