@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from .plan import Ask, Batch, is_dropped
 from .prepare import Prepared
@@ -59,7 +60,7 @@ def bytes_per_token(work: Work) -> tuple[int, int]:
     return ids + taps, ids + taps + 4 * width + 4
 
 
-def room(work: Work, batches: Sequence[Batch], processes: int) -> str:
+def room(work: Work, batches: Sequence[Batch], processes: int) -> Text:
     """Bytes per token, about the disk that the rest may need at most, and what is free."""
     of_prompt, of_reply = bytes_per_token(work)
     need = sum(_most_bytes(work, a, of_prompt, of_reply) for b in batches for a in b.asks)
@@ -68,7 +69,7 @@ def room(work: Work, batches: Sequence[Batch], processes: int) -> str:
         f"{of_prompt:,} bytes per prompt token, {of_reply:,} per reply token: about "
         f"{need / 1e9:.2f} GB at most, {free / 1e9:.1f} GB are free"
     )
-    return f"[yellow]{line}; this may not fit[/yellow]" if need > free else line
+    return Text(f"{line}; this may not fit", style="yellow") if need > free else Text(line)
 
 
 def _most_bytes(work: Work, ask: Ask, of_prompt: int, of_reply: int) -> int:

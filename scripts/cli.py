@@ -150,7 +150,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 def _run(recipe: Recipe, runs: Path) -> "Run":
     from .pipeline import Run
 
-    return Run(recipe, runs / recipe.name, Console())
+    return Run(recipe, runs / recipe.name, Console(markup=False))  # paths may look like markup
 
 
 def _store(args: argparse.Namespace, run: "Run", drafter: Path | None = None) -> "RecordStore":
@@ -189,7 +189,7 @@ def _seconds(text: str) -> float:
 def _inspect(args: argparse.Namespace) -> int:
     from .inspection import inspection
 
-    return inspection(args.what, args.overrides, args.show, Console())
+    return inspection(args.what, args.overrides, args.show, Console(markup=False))
 
 
 def _collect(args: argparse.Namespace) -> None:

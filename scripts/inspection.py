@@ -38,12 +38,10 @@ def inspection(what: str, overrides: Sequence[str], shown: int, console: Console
     faults = sum(section["unusable"] for section in prepared.counts["sections"])
     faults -= sum(r["rows"] for r in prepared.counts["reasons"] if r["reason"].startswith(_LONG))
     if faults:
-        console.print(f"[red]{faults} rows are faulty[/red]")
+        console.print(f"{faults} rows are faulty", style="red")
     wrong_mode = any(prepared.rows["given"]) and any(_MODE in line for line in findings)
     if wrong_mode:
-        console.print(
-            "[red]given replies are not rendered as the target says them[/red]: see above"
-        )
+        console.print("given replies are not what the target would say: see the notes", style="red")
     return int(faults > 0 or wrong_mode)
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # First, so that each process of several loads the target onto its own device.
         PartialState(cpu=pick_device(recipe.target.device).type == "cpu")
         target = load_target(recipe.target, few_rows=False)
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False)
         print(train(recipe, target, store, args.out, console, args.accept_records))
     except UserError as error:
         print(f"distill: {error}", file=sys.stderr)
