@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from .plan import Ask, Batch, is_dropped
-from .prepare import Prepared
 from .shards import RowInfo
 from .target import Target
 from .work import Work
@@ -74,18 +73,13 @@ def room(work: Work, batches: Sequence[Batch], processes: int) -> Text:
 
 def _most_bytes(work: Work, ask: Ask, of_prompt: int, of_reply: int) -> int:
     """Of a conversation whose replies are as long as they may be; each turn has all before it."""
-    prompt = work.prepared.prompt(ask.row)
-    turns, reply = max(1, len(prompt.turns)), work.recipe.collect.max_new_tokens
+    turns, reply = ask.turns, work.recipe.collect.max_new_tokens
     if ask.origin == "given":
+        prompt = work.prepared.prompt(ask.row)
         said = (str(prompt.messages[place]["content"]) for place in prompt.turns)
         reply = max((len(text) for text in said), default=0) // 2  # characters, at least 2 a token
     before = turns * ask.tokens + turns * (turns - 1) // 2 * reply
     return before * of_prompt + turns * reply * of_reply
-
-
-def _turns(prepared: Prepared, ask: Ask) -> int:
-    """Replies of a conversation, were none cut or too long; those of rendered text as one."""
-    return max(1, len(prepared.prompt(ask.row).turns))
 
 
 def summary(
@@ -118,7 +112,7 @@ def summary(
             for cell, counts in sorted(cells.items())
         ],
         "conversations": len(asks),
-        "replies_left_out": sum(max(0, _turns(work.prepared, a) - told[a.key]) for a in asks),
+        "replies_left_out": sum(max(0, a.turns - told[a.key]) for a in asks),
         "prompts": work.prepared.counts,
     }
 

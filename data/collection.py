@@ -172,7 +172,7 @@ def _ask(work: Work, store: RecordStore, batches: Sequence[Batch], processes: in
         top=section.top,
     )
     limit = work.limit - section.max_new_tokens
-    options = dict(work.recipe.target.template_options)
+    options = work.recipe.target.template_options
     total = sum(len(b.asks) for b in batches)
     with _backend(work, processes) as backend, progress_of(work.console, total) as count:
         longest, before = 0.0, time.monotonic()
@@ -208,7 +208,7 @@ def _backend(work: Work, processes: int) -> Iterator[Backend]:
 
 def _given(work: Work, batch: Batch, settings: GatherSettings) -> list[Record]:
     """Records of the replies that the data holds, with what the target thinks of them."""
-    options = dict(work.recipe.target.template_options)
+    options = work.recipe.target.template_options
     limit, tokenizer, ends = work.limit, work.target.tokenizer, work.target.eos_ids
     records = [
         _as_given(ask, turn)

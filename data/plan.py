@@ -34,6 +34,8 @@ class Ask:
     """Of the first turn."""
     tokens: int
     """Of the first prompt."""
+    turns: int
+    """Replies, were none cut or too long; those of a rendered text count as one."""
 
     @property
     def key(self) -> str:
@@ -62,14 +64,14 @@ def make_asks(recipe: Recipe, prepared: Prepared) -> list[Ask]:
     training = list(dict.fromkeys(training))
     rows = prepared.rows
     asks = []
-    columns = (rows[name] for name in ("id", "domain", "split", "given", "tokens"))
-    for row, (prompt_id, domain, split, given, tokens) in enumerate(zip(*columns, strict=True)):
+    columns = (rows[name] for name in ("id", "domain", "split", "given", "tokens", "turns"))
+    for row, (name, domain, split, given, *sizes) in enumerate(zip(*columns, strict=True)):
         if given:
-            asks.append(Ask(row, prompt_id, domain, split, Law(0.0), "given", 0, tokens))
+            asks.append(Ask(row, name, domain, split, Law(0.0), "given", 0, *sizes))
             continue
         for law in training if split == "train" else served:
-            seed = request_seed(recipe.seed, prompt_id, law)
-            asks.append(Ask(row, prompt_id, domain, split, law, "target", seed, tokens))
+            seed = request_seed(recipe.seed, name, law)
+            asks.append(Ask(row, name, domain, split, law, "target", seed, *sizes))
     return sorted(asks, key=lambda a: (a.tokens, a.prompt_id, a.law.label))
 
 

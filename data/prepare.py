@@ -37,7 +37,7 @@ from .workers import MARKED, ROWS, Renderer, parse_row, render_all
 if TYPE_CHECKING:
     import datasets
 
-VERSION = 3  # of what is written here; another one is prepared anew
+VERSION = 4  # of what is written here; another one is prepared anew
 ROWS_FILE, MANIFEST = "rows.arrow", "manifest.json"
 LIBRARIES = ("transformers", "tokenizers", "datasketch")
 
@@ -47,9 +47,9 @@ class Prepared:
     """Prompts in the order of their rows.
 
     rows: memory-mapped, with the fields of `Prompt` (messages and tools as JSON), ids (of the
-    prompt of the first reply) and tokens (how many those are); counts: see `Tally.counts`;
-    folder: also holds rejected.jsonl, a line for each row left out (source, line, domain, reason),
-    and manifest.json, which says what all this was made from.
+    prompt of the first reply), tokens (how many those are) and turns (how many replies); counts:
+    see `Tally.counts`; folder: also holds rejected.jsonl, a line for each row left out (source,
+    line, domain, reason), and manifest.json, which says what all this was made from.
     """
 
     rows: "datasets.Dataset"
@@ -86,8 +86,7 @@ def prepare(
         UserError: no such source, a line that cannot be read, a domain without a usable row, or a
             tokenizer without the chat template that is needed.
     """
-    known = [n for n in (limit, collect.max_length) if n is not None]
-    longest = min(known) if known else None
+    longest = longest_conversation(limit, collect)
     console.print(_limits(longest, limit, collect))
     depends = _depends(domains, collect, tokenizer, eos_ids, longest, options)
     near = collect.near_duplicates
@@ -112,6 +111,12 @@ def prepare(
             prepared = _make(folder, depends, domains, collect, renderer, console)
     tell(prepared.counts, prepared.folder, console)
     return prepared
+
+
+def longest_conversation(positions: int | None, collect: CollectSection) -> int | None:
+    """Tokens that a conversation may have, None for any number; `positions` is the target's."""
+    known = [n for n in (positions, collect.max_length) if n is not None]
+    return min(known) if known else None
 
 
 def _limits(longest: int | None, limit: int | None, collect: CollectSection) -> str:

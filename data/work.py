@@ -8,7 +8,7 @@ from accelerate import PartialState
 from rich.console import Console
 
 from ..configs.recipe import Recipe
-from .prepare import Prepared
+from .prepare import Prepared, longest_conversation
 from .target import Target, TargetInfo
 
 
@@ -28,8 +28,8 @@ class Work:
     @property
     def limit(self) -> int:
         """Tokens of the longest conversation."""
-        known = (self.target.max_positions, self.recipe.collect.max_length)
-        return min((n for n in known if n is not None), default=1 << 30)
+        known = longest_conversation(self.target.max_positions, self.recipe.collect)
+        return 1 << 30 if known is None else known
 
 
 @dataclass(frozen=True)

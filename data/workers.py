@@ -44,7 +44,7 @@ ROWS = pa.schema(
     + [(name, pa.string()) for name in ("key", "kind", "own_id")]
     + [("given", pa.bool_()), ("last_only", pa.bool_())]
     + [("messages", pa.string()), ("tools", pa.string())]  # as JSON
-    + [("ids", pa.list_(pa.int32())), ("tokens", pa.int32())]
+    + [("ids", pa.list_(pa.int32())), ("tokens", pa.int32()), ("turns", pa.int32())]
 )
 MARKED = pa.schema([*ROWS, *MARKS, ("section", pa.int32())])
 
@@ -107,6 +107,7 @@ class Renderer:
             **{name: json.dumps(getattr(prompt, name)) for name in ("messages", "tools")},
             "ids": ids,
             "tokens": len(ids),
+            "turns": max(1, len(prompt.turns)),  # a rendered text tells none
             **marks(prompt, asked, self._opening(prompt), self.sketch),
         }
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
 from ..data.audit import audit, coloured
-from ..data.prepare import Prepared
+from ..data.prepare import Prepared, longest_conversation
 from ..data.prompts import Prompt, read_prompts
 from ..data.replies import Turn, given_turns
 from ..data.target import TargetInfo, target_info
@@ -65,7 +65,7 @@ def _show(
     prompt: Prompt, ids: tuple[int, ...], recipe: Recipe, info: TargetInfo, console: Console
 ) -> None:
     options = recipe.target.template_options
-    limit = min(info.max_positions or 1 << 30, recipe.collect.max_length or 1 << 30)
+    limit = longest_conversation(info.max_positions, recipe.collect)
     if prompt.given:
         turns = given_turns(info.tokenizer, prompt, info.eos_ids, limit, options)
     else:

@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES as KNOWN
 from families import LAYERS, save_tiny
 from torch import Tensor
-from transformers import OPTConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.configs.recipe import TargetSection
 from draftsmith.data.gather import GatherSettings, Request, TargetBackend, last_turn
@@ -144,19 +144,7 @@ PADDED = (5, 20, 80, 200)
 RIGHT: dict[str, Callable[[], Any]] = {
     "llama": KNOWN["llama"],
     "gpt2": KNOWN["gpt2"],  # learned positions
-    "opt": lambda: OPTConfig(  # positions that count from 2
-        vocab_size=400,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        word_embed_proj_dim=32,
-        init_std=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    ),
+    "opt": KNOWN["opt"],  # positions that count from 2
 }
 
 
