@@ -5,7 +5,7 @@ prompt in one process after a warm-up, so that a slow moment of the machine hits
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -119,6 +119,67 @@ def _measure(target: Target, context: int, passes: dict[int, Branch | None]) -> 
     return {n: median(t) for n, t in times.items()}
 
 
+@dataclass
+class Calibration:
+    """Clocks of plain and of speculative decoding of prompts other than the timed ones.
+
+    Figures are means over all that was run. Run in turns with what is timed, it meets the same slow
+    moments of the machine.
+    """
+
+    target: Target
+    drafter: Drafter
+    law: Law
+    settings: DecodeSettings
+    plain: Clock = field(default_factory=Clock)
+    fast: Clock = field(default_factory=Clock)
+
+    def run(self, request: Request, counted: bool = True) -> None:
+        """Decode `request` under the law both ways; the first time is best not `counted`."""
+        clocks = (self.plain, self.fast) if counted else (Clock(), Clock())
+        asked = replace(request, law=self.law)
+        plainly = replace(self.settings, num_draft_tokens=0)
+        decode(self.target, [asked], plainly, clock=clocks[0])
+        decode(self.target, [asked], self.settings, self.drafter, clocks[1])
+
+    def cost(self, rows: dict[int, float]) -> Cost:
+        """Costs of chains. `rows` are `measure_rows`, back to back: how passes compare with each
+        other. How much dearer they are in rounds is measured in the rounds."""
+        plain, fast = self.plain, self.fast
+        unit = plain.target / max(1, plain.rounds)
+        behind = [(n, spent) for n, spent in fast.passes if n > 1]  # a draft
+        alone = sum(rows[n] / rows[1] for n, _ in behind) * unit
+        dearer = sum(spent for _, spent in behind) / alone if alone else 1.0
+        return Cost(
+            seconds=unit,
+            v={n: seconds / rows[1] * (dearer if n > 1 else 1.0) for n, seconds in rows.items()},
+            c_first=fast.draft_first / max(1, fast.drafting_rounds) / unit,
+            c=fast.draft_later / max(1, fast.later_steps) / unit,
+            o=fast.outside / max(1, fast.rounds) / unit,
+            o_plain=plain.outside / max(1, plain.rounds) / unit,
+        )
+
+    def tree_cost(self, v: float) -> TreeCost:
+        """Costs of the settings' tree. Trees near the end of a reply are cut, so passes are those
+        over whole trees (`v`, which is `measure_tree` of their size, where there was none), and the
+        steps are those of a whole tree: one first step, and one more for each further depth at the
+        mean cost of all later ones."""
+        plain, fast, tree = self.plain, self.fast, self.settings.tree
+        assert tree is not None
+        unit = plain.target / max(1, plain.rounds)
+        depth = tree.depth if isinstance(tree, TreeShape) else len(tree)
+        first = fast.draft_first / max(1, fast.drafting_rounds)
+        later = fast.draft_later / max(1, fast.later_steps)
+        whole = [spent for n, spent in fast.passes if n == 1 + self.settings.nodes]
+        return TreeCost(
+            seconds=unit,
+            draft=(first + (depth - 1) * later) / unit,
+            v=sum(whole) / len(whole) / unit if whole else v,
+            o=fast.outside / max(1, fast.rounds) / unit,
+            o_plain=plain.outside / max(1, plain.rounds) / unit,
+        )
+
+
 def calibrate(
     target: Target,
     drafter: Drafter,
@@ -127,26 +188,11 @@ def calibrate(
     rows: dict[int, float],
     settings: DecodeSettings,
 ) -> Cost:
-    """Measure draft steps and overhead on `requests` (not the timed ones) under `law`.
-
-    `rows` are `measure_rows`, back to back: how passes compare with each other. How much dearer
-    they are in rounds is measured in the rounds.
-    """
+    """`Calibration.cost` on `requests`, of drafts long enough to tell first from later steps."""
     gamma = max(2, settings.num_draft_tokens)
-    settings = replace(settings, num_draft_tokens=gamma)
-    plain, fast = _clocks(target, drafter, requests, law, settings)
-    unit = plain.target / max(1, plain.rounds)
-    behind = [(n, spent) for n, spent in fast.passes if n > 1]  # a draft
-    alone = sum(rows[n] / rows[1] for n, _ in behind) * unit
-    dearer = sum(spent for _, spent in behind) / alone if alone else 1.0
-    return Cost(
-        seconds=unit,
-        v={n: seconds / rows[1] * (dearer if n > 1 else 1.0) for n, seconds in rows.items()},
-        c_first=fast.draft_first / max(1, fast.drafting_rounds) / unit,
-        c=fast.draft_later / max(1, fast.later_steps) / unit,
-        o=fast.outside / max(1, fast.rounds) / unit,
-        o_plain=plain.outside / max(1, plain.rounds) / unit,
-    )
+    return _calibrated(
+        Calibration(target, drafter, law, replace(settings, num_draft_tokens=gamma)), requests
+    ).cost(rows)
 
 
 def calibrate_tree(
@@ -157,43 +203,15 @@ def calibrate_tree(
     v: float,
     settings: DecodeSettings,
 ) -> TreeCost:
-    """As `calibrate`, for the tree of `settings`.
-
-    Trees near the end of a reply are cut. So passes are those over whole trees (`v`, which is
-    `measure_tree` of their size, where there was none), and the steps are those of a whole tree:
-    one first step, and one more for each further depth at the mean cost of all later ones.
-    """
-    assert settings.tree is not None
-    plain, fast = _clocks(target, drafter, requests, law, settings)
-    unit = plain.target / max(1, plain.rounds)
-    depth = settings.tree.depth if isinstance(settings.tree, TreeShape) else len(settings.tree)
-    first = fast.draft_first / max(1, fast.drafting_rounds)
-    later = fast.draft_later / max(1, fast.later_steps)
-    whole = [spent for n, spent in fast.passes if n == 1 + settings.nodes]
-    return TreeCost(
-        seconds=unit,
-        draft=(first + (depth - 1) * later) / unit,
-        v=sum(whole) / len(whole) / unit if whole else v,
-        o=fast.outside / max(1, fast.rounds) / unit,
-        o_plain=plain.outside / max(1, plain.rounds) / unit,
-    )
+    """`Calibration.tree_cost` on `requests`."""
+    return _calibrated(Calibration(target, drafter, law, settings), requests).tree_cost(v)
 
 
-def _clocks(
-    target: Target,
-    drafter: Drafter,
-    requests: Sequence[Request],
-    law: Law,
-    settings: DecodeSettings,
-) -> tuple[Clock, Clock]:
-    """Clocks of plain and of speculative decoding of `requests` under `law`, one by one."""
-    plain, fast = Clock(), Clock()
-    asked = [replace(r, law=law) for r in requests]
-    for number, request in enumerate([asked[0], *asked]):
-        clocks = (plain, fast) if number else (Clock(), Clock())  # the first one warms up
-        decode(target, [request], replace(settings, num_draft_tokens=0), clock=clocks[0])
-        decode(target, [request], settings, drafter, clocks[1])
-    return plain, fast
+def _calibrated(calibration: Calibration, requests: Sequence[Request]) -> Calibration:
+    calibration.run(requests[0], counted=False)
+    for request in requests:
+        calibration.run(request)
+    return calibration
 
 
 @dataclass(frozen=True)

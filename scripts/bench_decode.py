@@ -3,31 +3,23 @@
     python scripts/bench_decode.py --drafter HEAD --causal LM [--lookup FOLDER] [--sections ...]
 
 HEAD is a trained EAGLE-3 folder, LM a trained standalone draft LM, both as `train` saves them.
-Prompts are held-out ones of the packaged domains, costs are calibrated on training ones. Each
-section is merged into scripts/results/decode.json as soon as it is done. What is compared, and
-what could not be matched, is said in `bench_rivals`.
+Prompts are held-out ones of the packaged domains. Costs are calibrated on training ones, in turns
+with what is timed. Each section is merged into scripts/results/decode.json as soon as it is done.
+What is compared, and what could not be matched, is said in `bench_rivals`.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
 from draftsmith.data.warp import Law
-from draftsmith.drafters.base import Drafter
 from draftsmith.eval.decode import DecodeSettings
-from draftsmith.eval.speed import (
-    Cost,
-    TreeCost,
-    calibrate,
-    calibrate_tree,
-    measure_rows,
-    measure_tree,
-)
+from draftsmith.eval.speed import Calibration, Cost, TreeCost, measure_rows, measure_tree
 from draftsmith.eval.tree import TreeShape
 from draftsmith.scripts import bench_rivals
 from draftsmith.scripts.bench_timing import (
@@ -35,6 +27,7 @@ from draftsmith.scripts.bench_timing import (
     Sample,
     Setup,
     batches,
+    calibration_loop,
     interleaved,
     median_interval,
     our_loop,
@@ -72,30 +65,24 @@ def prediction(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
         }
         v = measure_tree(setup.target, context, tree.budget)
         for law in setup.laws:
-            costs = {name: _cost(setup, drafter, law, how, rows, v) for name, how in ways.items()}
             loops = {"plain": steady_loop(setup.target, DecodeSettings(1, 0), None)}
+            calibrations = {}
             for name, how in ways.items():
+                own = Calibration(
+                    setup.target, drafter, law, replace(how, max_new_tokens=setup.tokens)
+                )
                 loops[name] = steady_loop(setup.target, how, drafter)
+                loops[f"calibrating {name}"] = calibration_loop(own, setup.calibration)
+                calibrations[name] = own
             asked = [under(part, law) for part in work]
             samples = interleaved(loops, asked, setup.tokens, args.repeats)
             for name, how in ways.items():
-                cell = _compared(costs[name], how.num_draft_tokens, samples["plain"], samples[name])
+                found = calibrations[name]
+                cost = found.cost(rows) if how.tree is None else found.tree_cost(v)
+                cell = _compared(cost, how.num_draft_tokens, samples["plain"], samples[name])
                 cells.append({"drafter": family, "law": law.label, "draft": name, **cell})
                 print(f"prediction {family} {law.label} {name}: {_brief(cell)}", flush=True)
     return {"prompts": len(work), "repeats": args.repeats, "context": context, "cells": cells}
-
-
-def _cost(
-    setup: Setup,
-    drafter: Drafter,
-    law: Law,
-    how: DecodeSettings,
-    rows: dict[int, float],
-    v: float,
-) -> Cost | TreeCost:
-    if how.tree is None:
-        return calibrate(setup.target, drafter, setup.calibration, law, rows, how)
-    return calibrate_tree(setup.target, drafter, setup.calibration, law, v, how)
 
 
 def _compared(

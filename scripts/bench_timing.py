@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from draftsmith.eval.decode import DecodeSettings, decode
 from draftsmith.eval.draft import Clock
 from draftsmith.eval.intervals import Interval, speedup_interval
 from draftsmith.eval.provenance import processor
+from draftsmith.eval.speed import Calibration
 from draftsmith.scripts.pipeline import prepare_recipe
 from draftsmith.scripts.results import FOLDER, save_result
 
@@ -95,7 +97,7 @@ def prepare(
         speed_up_few_rows(drafter)
     training = in_turns([r for r in greedy if r.split == "train"])
     timed = in_turns(held_out[:prompts], sort=False)
-    return Setup(target, drafters, folders, timed, training[:4], tokens, verifier, tuple(laws))
+    return Setup(target, drafters, folders, timed, training[:8], tokens, verifier, tuple(laws))
 
 
 def in_turns(requests: Sequence[Request], sort: bool = True) -> list[Request]:
@@ -170,6 +172,17 @@ def steady_loop(target: Target, settings: DecodeSettings, drafter: Drafter | Non
             rounds=output.rounds[:rounds],
             ids=[output.ids],
         )
+
+    return run
+
+
+def calibration_loop(calibration: Calibration, requests: Sequence[Request]) -> Loop:
+    """One of the calibration prompts after the other, whatever is timed beside it."""
+    turns = cycle(requests)
+
+    def run(asked: Sequence[Request], tokens: int) -> Sample:
+        calibration.run(next(turns), counted=tokens != WARM_UP_TOKENS)
+        return Sample(seconds=0.0, tokens=0.0)
 
     return run
 
