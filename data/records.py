@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .warp import Law
 
-Origin = Literal["target", "given"]
+Origin = Literal["target", "given", "drafted"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Record:
     turn: which reply of the conversation `prompt_id` it is, from 0. finish: "stop" (an end token)
     or "length" (cut by a limit; also a given reply without an end). origin: whether the target said
     it, drawn from `law`, or the data did, in which case no law holds and `law` is greedy by name
-    only. exact: whether the tokens are the ones that were drawn, and not told as text and tokenised
-    anew.
+    only, or a drafter that was served under `law`, whose distribution is another one. exact:
+    whether the tokens are the ones that were drawn, and not told as text and tokenised anew.
     """
 
     prompt_id: str
@@ -93,7 +93,8 @@ def held_out(records: Sequence[Record], law: Law, domain: str) -> list[Record]:
 def request_key(
     prompt_id: str, law: Law, seed: int, turn: int = 0, origin: Origin = "target"
 ) -> str:
-    how = f"{law.label}|{seed}" if origin == "target" else origin
+    drawn = f"{law.label}|{seed}"
+    how = {"target": drawn, "given": "given", "drafted": f"{drawn}|drafted"}[origin]
     return f"{_asked(prompt_id, turn)}|{how}"
 
 

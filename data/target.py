@@ -1,5 +1,6 @@
 """Load a target model, run it over ragged batches, tap hidden states, turn states into logits."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from ..configs.recipe import TargetSection
 from . import embedded
 from .cache import Branch, SlabCache
 from .chat import rules_hash, template_hash, tokenizer_hash
+from .devices import pick_device, pick_dtype
 from .linear import speed_up_few_rows
+from .parts import with_replaced
 from .probe import check_family
 from .warp import float32_or_better
 
@@ -76,7 +79,7 @@ class Target:
             )
         self.head = cast(nn.Linear, head)  # or what has its weight and bias
         self.vocab_size = min(self.vocab_size, self.head.out_features)
-        self.layers = _decoder_layers(self.body, self.num_layers)
+        self.layers = decoder_layers(self.body, self.num_layers)
 
     @property
     def text_config(self) -> Any:
@@ -107,6 +110,18 @@ class Target:
     def max_positions(self) -> int | None:
         value = getattr(self.text_config, "max_position_embeddings", None)
         return int(value) if value else None
+
+    def headonly(self) -> "Target":
+        """The same target without its layers, for use where its final states are known.
+
+        Embedding, final norm and head are shared with this one.
+        """
+        nothing = nn.ModuleList(nn.Identity() for _ in self.layers)
+        twin = copy.copy(self)
+        twin.model = cast(PreTrainedModel, with_replaced(self.model, self.layers, nothing))
+        twin.body, twin.layers = twin.model.get_decoder(), nothing
+        twin._captured, twin._hooked = {}, set()
+        return twin
 
     def new_cache(self, rows: int, capacity: int) -> SlabCache:
         return SlabCache(self.model.config, rows, capacity, self.device)
@@ -178,7 +193,7 @@ def _store_output(captured: dict[int, Tensor], layer: int) -> Callable[..., None
     return hook
 
 
-def _decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
+def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
@@ -241,14 +256,18 @@ def _words(
     }
 
 
-def load_target(section: TargetSection, few_rows: bool = True) -> Target:
+def load_target(
+    section: TargetSection, few_rows: bool = True, on: torch.device | None = None
+) -> Target:
     """Load the embedded default, a local folder or a Hub id; frozen, in evaluation mode.
+
+    `on` puts it elsewhere than on the section's device, in the dtype it would have there.
 
     Raises `UserError` for a model that cannot be found, is no causal LM, or whose logits cannot be
     rebuilt from its final hidden states (checked on a short probe).
     """
     place, provenance = _locate(section)
-    model, tokenizer = _load(place, section)
+    model, tokenizer = _load(place, section, on or pick_device(section.device))
     model.requires_grad_(False)
     model.eval()
     target = Target(
@@ -308,14 +327,15 @@ def _read(
         raise _not_loaded(section, error) from error
 
 
-def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    device = pick_device(section.device)
+def _load(
+    place: str, section: TargetSection, on: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     config, tokenizer, options = _read(place, section)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
-            dtype=pick_dtype(section.dtype, device, config),
+            dtype=pick_dtype(section.dtype, pick_device(section.device), config),
             output_loading_info=True,
             **options,
         )
@@ -327,33 +347,7 @@ def _load(place: str, section: TargetSection) -> tuple[PreTrainedModel, PreTrain
             f"target '{section.name}' lacks the weights {sorted(info['missing_keys'])[:3]} (of "
             f"{len(info['missing_keys'])}); take a complete model folder"
         )
-    return model.to(device), tokenizer
-
-
-def pick_device(name: str) -> torch.device:
-    """'auto' → CUDA where there is one, else CPU. Raises `UserError` for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"target.device '{name}' cannot be used ({reason}); auto takes what is there"
-        ) from error
-
-
-def pick_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
-    """'auto' → the checkpoint's own dtype on an accelerator, float32 on a CPU."""
-    if name != "auto":
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UserError(f"unknown dtype '{name}' (known: auto, float32, bfloat16, float16)")
-        return dtype
-    if device.type == "cpu":
-        return torch.float32
-    own = getattr(config, "dtype", None)
-    return own if isinstance(own, torch.dtype) else torch.bfloat16
+    return model.to(on), tokenizer
 
 
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

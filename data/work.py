@@ -1,15 +1,41 @@
 """What a collection needs besides its recipe, and the processes that share it."""
 
+import os
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from rich.console import Console
 
 from ..configs.recipe import Recipe
 from .prepare import Prepared, longest_conversation
 from .target import Target, TargetInfo
+
+# Processes wait for each other's batches, prompts and checksums, which take their time.
+_WAIT = timedelta(days=30)
+
+
+def start_processes(device: torch.device) -> PartialState:
+    """The processes this one was launched among, or itself alone; to be called before all else.
+
+    Each has a device of its own from then on. Called again, it gives what it gave before.
+    """
+    if PartialState._shared_state:
+        return PartialState()
+    on_cpu, launched = device.type == "cpu", "LOCAL_RANK" in os.environ
+    wanted = {"FSDP": False, "DEEPSPEED": False}
+    for name in wanted:
+        wanted[name] = os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+    if not (on_cpu and launched and any(wanted.values())):
+        return PartialState(cpu=on_cpu, timeout=_WAIT)
+    # Accelerate offers these two on accelerators alone, although both run on gloo: it must not be
+    # told of the CPU, and takes FSDP to be meant only where it sees several devices.
+    state = PartialState(backend="gloo", timeout=_WAIT)
+    if wanted["FSDP"]:
+        state.distributed_type = DistributedType.MULTI_GPU
+    return state
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The contract every drafter family keeps: one train-time forward, one decode-time protocol.
 
-Both are stated for ragged batches. Positions count from 0 in prompt plus reply; *reply token r* of
-a conversation is its token `prompt_len + r`. Reply token 0 comes from prefill and is never drafted.
+Both are stated for ragged batches. Positions count from 0 in prompt plus reply, in whichever column
+a conversation begins; its *reply token r* is its token `prompt_len + r`. Reply token 0 comes from
+prefill and is never drafted.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,15 +18,22 @@ from ..data.records import Top
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """B conversations, right-padded to T tokens, with R reply tokens in all.
+    """C conversations in B rows of T tokens, with R reply tokens in all.
 
-    ids: `[B, T]`; lengths, prompt_lens: `[B]`; taps: `[B, T-1, L*h]` (last dimension 0 for families
-    that read none); domain: `[R]` index of the domain of each reply token, row after row; first:
-    `[B]` where a row's reply begins in those R. The target's distributions where they were drawn
-    are told by hidden `[R, h]` and log_z `[R]`, or else by top of R rows.
+    Conversation c fills row `row[c]` from column `begin[c]` on; they are in the order in which they
+    lie there, row after row. Padded rows hold one each, from column 0; where rows are *packed* they
+    hold several behind each other, which neither see nor predict one another.
+
+    ids: `[B, T]`; row, begin, lengths, prompt_lens: `[C]`; taps: `[B, T-1, L*h]` (last dimension 0
+    for families that read none); domain: `[R]` index of the domain of each reply token,
+    conversation after conversation; first: `[C]` where a conversation's reply begins in those R.
+    The target's distributions where they were drawn are told by hidden `[R, h]` and log_z `[R]`, or
+    else by top of R rows. keys: `Record.key` of each conversation.
     """
 
     ids: Tensor
+    row: Tensor
+    begin: Tensor
     lengths: Tensor
     prompt_lens: Tensor
     taps: Tensor
@@ -33,6 +42,30 @@ class TrainBatch:
     hidden: Tensor | None = None
     log_z: Tensor | None = None
     top: Top | None = None
+    keys: tuple[str, ...] = ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether some row holds more than one conversation."""
+        return len(self.row) > len(self.ids)
+
+    @cached_property
+    def conversation(self) -> Tensor:
+        """Which conversation each token is part of, -1 for padding: `[B, T]`."""
+        column = torch.arange(self.ids.shape[1], device=self.ids.device)  # [T]
+        end = self.begin + self.lengths  # [C]
+        inside = (column >= self.begin[:, None]) & (column < end[:, None])  # [C, T]
+        own, at = inside.nonzero(as_tuple=True)
+        found = torch.full_like(self.ids, -1)
+        found[self.row[own], at] = own
+        return found
+
+    @cached_property
+    def position(self) -> Tensor:
+        """Each token's position within its conversation, 0 for padding: `[B, T]`."""
+        column = torch.arange(self.ids.shape[1], device=self.ids.device)  # [T]
+        own = self.conversation
+        return (column - self.begin[own]).masked_fill(own < 0, 0)
 
     @property
     def reply_lens(self) -> Tensor:
@@ -44,13 +77,13 @@ class TrainBatch:
         return int((self.reply_lens - 1).sum())
 
     def to(self, device: torch.device) -> "TrainBatch":
-        return TrainBatch(**{name: _moved(value, device) for name, value in vars(self).items()})
+        return TrainBatch(**{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
 
 
-def _moved(value: Tensor | Top | None, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Top):
         return replace(value, ids=value.ids.to(device), log_probs=value.log_probs.to(device))
-    return None if value is None else value.to(device)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -94,6 +127,13 @@ class Drafter(Protocol):
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         """Step k of the result predicts reply tokens r ≥ 1 + k; one step if `one_pass`."""
+
+    def checkpoint(self, on: bool) -> None:
+        """Whether `unroll` forgets what is inside the layers and computes it again for gradients.
+
+        In training mode alone, and only where a gradient is wanted. Raises `UserError` if the
+        layers cannot do so.
+        """
 
     def head(self, hidden: Tensor) -> Tensor:
         """Draft logits `[N, h_d] -> [N, V_d]`, made of the three below."""
@@ -146,17 +186,31 @@ class Drafter(Protocol):
         """Parameters that training changes."""
 
 
-def reply_index(batch: TrainBatch, position: Tensor) -> Tensor:
-    """Reply index r of absolute token positions `[B, W]` or `[W]`, negative in the prompt."""
-    return position - batch.prompt_lens[:, None]
+def reply_index(batch: TrainBatch, column: Tensor) -> Tensor:
+    """Reply index r of the tokens in columns `[W]`, or `[B, W]` of each row: `[B, W]`.
+
+    Negative outside of replies. A column may lie beyond the batch, where there is only padding.
+    """
+    at = _of_rows(batch, column)
+    own = batch.conversation.gather(1, at)  # [B, W]
+    r = batch.position.gather(1, at) - batch.prompt_lens[own]
+    return r.masked_fill((own < 0) | (column > at), -1)
 
 
-def supervised_at(batch: TrainBatch, position: Tensor, step: int) -> Tensor:
-    """Which absolute token positions `[W]` step k may be scored on: bool `[B, W]`."""
-    r = reply_index(batch, position)  # [B, W]
-    return (r >= 1 + step) & (r < batch.reply_lens[:, None])
+def supervised_at(batch: TrainBatch, column: Tensor, step: int) -> Tensor:
+    """Which tokens in columns `[W]` or `[B, W]` step k may be scored on: bool `[B, W]`."""
+    return reply_index(batch, column) >= 1 + step
 
 
-def token_index(batch: TrainBatch, position: Tensor) -> Tensor:
-    """Index among the batch's R reply tokens of absolute positions `[W]`: `[B, W]`."""
-    return batch.first[:, None] + reply_index(batch, position)
+def token_index(batch: TrainBatch, column: Tensor) -> Tensor:
+    """Index among the batch's R reply tokens, `[B, W]`, of those in columns `[W]` or `[B, W]`.
+
+    Any number for other tokens.
+    """
+    own = batch.conversation.gather(1, _of_rows(batch, column))  # [B, W]
+    return batch.first[own] + reply_index(batch, column)
+
+
+def _of_rows(batch: TrainBatch, column: Tensor) -> Tensor:
+    rows, length = batch.ids.shape
+    return column.expand(rows, -1).clamp_max(length - 1)  # [B, W]

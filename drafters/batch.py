@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from ..configs.errors import UserError
 from ..data.gather import recompute_states
@@ -43,18 +44,21 @@ class StateReader(Sequence[Record]):
     """Records of `store` to train on, each read when it is asked for.
 
     Where tokens alone were kept the target runs on them; the most probable ones are left as told.
+    at_once: it does so in one pass over all that are asked for together, however many.
     """
 
     store: RecordStore
     target: Target
     taps: tuple[int, ...]
     rows: Sequence[RowInfo]
+    at_once: bool = False
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """The records at these places."""
         records = self.store.read([self.rows[i] for i in indices])
         recompute = self.store.settings["distributions"] == "none"
-        return _with_states(self.store, self.target, self.taps, records, recompute)
+        together = len(records) if self.at_once else _TOGETHER
+        return _with_states(self.store, self.target, self.taps, records, recompute, together)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,10 +116,11 @@ def _with_states(
     taps: tuple[int, ...],
     records: list[Record],
     recompute: bool,
+    together: int = _TOGETHER,
 ) -> list[Record]:
     layers = store.settings["taps"]
     if recompute:
-        parts = [records[i : i + _TOGETHER] for i in range(0, len(records), _TOGETHER)]
+        parts = [records[i : i + together] for i in range(0, len(records), together or 1)]
         return [r for part in parts for r in recompute_states(target, part, taps)]
     if list(taps) == layers:
         return records
@@ -129,34 +134,77 @@ def _select_taps(record: Record, places: list[int], layers: int) -> Record:
     return replace(record, states=replace(record.states, taps=taps))
 
 
-def collate(records: Sequence[Record], domains: Sequence[str]) -> TrainBatch:
-    """Records that all have states, or all tops → one right-padded batch, without taps for tops.
+def collate(
+    records: Sequence[Record],
+    domains: Sequence[str],
+    packed: bool = False,
+    width: int | None = None,
+) -> TrainBatch:
+    """Records that all have states, or all tops → one batch, without taps for tops.
 
-    Domains are indices into `domains`. Raises `UserError` where some have neither, and for tops of
-    several temperatures.
+    Domains are indices into `domains`. Each record has a right-padded row of its own, unless
+    `packed`: then rows of `width` tokens (of the longest record, if that is more or None is given)
+    are filled with several, and the batch's conversations come in the order of their places, which
+    `TrainBatch.keys` tells. Raises `UserError` where some have neither, and for tops of several
+    temperatures.
     """
-    ids = torch.zeros(len(records), max(len(r.ids) for r in records), dtype=torch.long)
-    for b, record in enumerate(records):
-        ids[b, : len(record.ids)] = record.ids
+    rows = _filled(records, width or 0) if packed else [[r] for r in records]
+    records = [r for own in rows for r in own]
+    lengths, begins = [len(r.ids) for r in records], [b for own in rows for b in _begins(own)]
+    places = [b for b, own in enumerate(rows) for _ in own]
+    ids = torch.zeros(
+        len(rows), max(b + n for b, n in zip(begins, lengths, strict=True)), dtype=torch.long
+    )
+    for record, row, begin in zip(records, places, begins, strict=True):
+        ids[row, begin : begin + len(record.ids)] = record.ids
     replies = torch.tensor([len(r.reply) for r in records])
     index = torch.tensor([domains.index(r.domain) for r in records])
     return TrainBatch(
         ids=ids,
-        lengths=torch.tensor([len(r.ids) for r in records]),
+        row=torch.tensor(places),
+        begin=torch.tensor(begins),
+        lengths=torch.tensor(lengths),
         prompt_lens=torch.tensor([r.prompt_len for r in records]),
         domain=index.repeat_interleave(replies),
         first=replies.cumsum(0) - replies,
-        **_distributions(records, ids.shape[1]),
+        keys=tuple(r.key for r in records),
+        **_distributions(records, ids, places, begins),
     )
 
 
-def _distributions(records: Sequence[Record], longest: int) -> dict[str, Any]:
-    """The part of a batch of `longest` tokens that tells the target's distributions, and taps."""
+def _filled(records: Sequence[Record], width: int) -> list[list[Record]]:
+    """Rows of up to `width` tokens, or as many as the longest record has: first fit, long first.
+
+    The longest's is the cheapest width: what wider rows save in padding they pay in attention.
+    """
+    rows: list[list[Record]] = []
+    room: list[int] = []
+    width = max(width, *(len(r.ids) for r in records))
+    for record in sorted(records, key=lambda r: len(r.ids), reverse=True):
+        size = len(record.ids)
+        row = next((i for i, left in enumerate(room) if left >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(record)
+        room[row] -= size
+    return rows
+
+
+def _begins(row: Sequence[Record]) -> list[int]:
+    return [sum(len(r.ids) for r in row[:i]) for i in range(len(row))]
+
+
+def _distributions(
+    records: Sequence[Record], ids: Tensor, places: Sequence[int], begins: Sequence[int]
+) -> dict[str, Any]:
+    """The part of a batch of `ids [B, T]` that tells the target's distributions, and taps."""
     states = [r.states for r in records if r.states is not None]
+    rows, longest = ids.shape
     if len(states) == len(records):
-        taps = torch.zeros(len(records), longest - 1, states[0].taps.shape[-1])
-        for b, own in enumerate(states):
-            taps[b, : len(own.taps)] = own.taps.float()
+        taps = torch.zeros(rows, longest - 1, states[0].taps.shape[-1])
+        for own, row, begin in zip(states, places, begins, strict=True):
+            taps[row, begin : begin + len(own.taps)] = own.taps.float()
         hidden, log_z = torch.cat([s.hidden for s in states]), torch.cat([s.log_z for s in states])
         return {"taps": taps, "hidden": hidden, "log_z": log_z}
     tops = [r.top for r in records if r.top is not None]
@@ -166,4 +214,4 @@ def _distributions(records: Sequence[Record], longest: int) -> dict[str, Any]:
             "its most probable tokens, and a batch needs the one or the other of all; collect "
             "again with one setting of collect.distributions"
         )
-    return {"taps": torch.zeros(len(records), longest - 1, 0), "top": joined(tops)}
+    return {"taps": torch.zeros(rows, longest - 1, 0), "top": joined(tops)}

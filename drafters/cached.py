@@ -5,11 +5,12 @@ Shared by the families that are language models, whoever owns their layers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.cache import Branch, SlabCache
+from ..data.cache import Branch, Sight, SlabCache
 from .base import Step, TrainBatch, supervised_at, token_index
 
 Run = Callable[[Tensor, SlabCache, Branch | None], Tensor]
@@ -90,12 +91,30 @@ class CachedText:
 
 
 def unroll_text(body: nn.Module, batch: TrainBatch) -> list[Step]:
-    """`Drafter.unroll` of a language model without its head: one pass over the true text."""
-    length = batch.ids.shape[1]
-    at = torch.arange(length - 1, device=batch.ids.device)  # [T-1]
-    mask = (at < batch.lengths[:, None] - 1).long()  # [B, T-1]
+    """`Drafter.unroll` of a language model without its head: one pass over the true text.
+
+    Raises `UserError` if rows are packed and a layer is of a kind that cannot tell them apart.
+    """
+    at = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)  # [T-1]
+    if batch.packed:
+        position, mask = batch.position[:, :-1], _isolating(body, batch, at)
+    else:
+        position, mask = at[None], (at < batch.lengths[:, None] - 1).long()  # [B, T-1]
     out = body(
-        input_ids=batch.ids[:, :-1], attention_mask=mask, position_ids=at[None], use_cache=False
+        input_ids=batch.ids[:, :-1], attention_mask=mask, position_ids=position, use_cache=False
     ).last_hidden_state  # [B, T-1, h]
     scored = supervised_at(batch, at + 1, 0)  # [B, T-1]
     return [Step(out[scored], token_index(batch, at + 1)[scored])]
+
+
+def _isolating(body: Any, batch: TrainBatch, at: Tensor) -> Tensor | dict[str, Tensor]:
+    """Masks of packed rows, each conversation seeing itself alone: `[B, 1, T-1, T-1]`.
+
+    Every attention that decoding can use takes them. Kernels for ragged rows would skip what is
+    hidden instead of computing it, but are for few devices and dtypes.
+    """
+    own = batch.conversation[:, :-1]  # [B, T-1]
+    before = at[:, None] >= at  # [T-1, T-1]
+    visible = (before & (own[:, :, None] == own[:, None]))[:, None]  # [B, 1, T-1, T-1]
+    eager = body.config._attn_implementation == "eager"
+    return Sight.of(body.config).mask(visible, at[:, None], at, body.dtype if eager else None)

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
-from ..data.dense import dense_weight
+from ..data.dense import dense_weight, whole
 from ..data.target import Target, finish_logits
 from ..data.warp import float32_or_better
+from .adapters import LoraSection, adapted
 from .base import Step, TrainBatch
 from .cached import CachedText, unroll_text
 from .vocab import check_floor
@@ -34,6 +35,11 @@ class CausalConfig:
     """Reduces the head to that many tokens, in our own loop only; null keeps all."""
     domain_floor: float = 0.5
     """Share of the draft vocabulary dealt out equally to the domains' own most likely tokens."""
+    start: str | None = None
+    """Goes on from a causal LM, its folder or Hub id, which decides what is left unset here; null
+    copies parts of the target."""
+    lora: LoraSection | None = None
+    """Trains a low-rank adapter and nothing else; null trains all weights."""
 
     def __post_init__(self) -> None:
         check_floor(self.domain_floor)
@@ -88,7 +94,15 @@ class CausalDrafter(nn.Module):
         model = AutoModelForCausalLM.from_config(kept, dtype=torch.float32)
         model.load_state_dict(_pick_layers(target, layers), strict=True)
         model.tie_weights()
-        return cls(model, draft_ids)
+        drafter = cls(model, draft_ids)
+        if config.lora is not None:
+            drafter.adapt(config.lora)
+        return drafter
+
+    def adapt(self, section: LoraSection, base: str = "") -> None:
+        """Freeze the model as it is, and train an adapter on it instead; `base` as `adapted`."""
+        # peft's wrapper answers for what is inside it.
+        self.model = cast(PreTrainedModel, adapted(self.model, section, base))
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
@@ -122,6 +136,19 @@ class CausalDrafter(nn.Module):
     def train(self, mode: bool = True) -> "CausalDrafter":
         self._head_rows = None
         return super().train(mode)
+
+    def checkpoint(self, on: bool) -> None:
+        if not on:
+            self.model.activation_checkpointing_disable()
+            return
+        try:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+            self.model.disable_input_require_grads()  # which only the other kind would need
+        except ValueError as error:
+            raise UserError(
+                f"a drafter of model type '{self.model.config.model_type}' cannot compute its "
+                "layers again for the gradient; take train.gradient_checkpointing false"
+            ) from error
 
     # ---- training
 
@@ -191,7 +218,7 @@ def _pick_layers(target: Target, layers: Sequence[int]) -> dict[str, Tensor]:
         number, rest = name[len(place) + 1 :].split(".", 1)
         for new, old in enumerate(layers):
             if int(number) == old:
-                picked[f"{place}.{new}.{rest}"] = tensor.detach().clone()
+                picked[f"{place}.{new}.{rest}"] = whole(tensor.detach()).clone()
     return picked
 
 

@@ -9,7 +9,6 @@ anew from the target at hand.
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,19 +19,16 @@ import torch
 from ..configs.errors import UserError, did_you_mean
 from ..data.files import whole_folder
 from ..data.target import Target
-from ..data.vocabulary import same_tokens
 from .base import Drafter
 from .causal import CausalDrafter
 from .eagle3 import Eagle3Drafter
 from .formats import eagle3_flat, hf_causal
-from .formats.config import read_config
 from .formats.tensors import FILE
 from .lookup import LookupDrafter
+from .reading import FORMAT, OWN, read_about, read_head, read_lm
 from .registry import FAMILIES, UntrainedConfig, family_config, untrained_drafter
 from .skip import SkipDrafter
 
-OWN = "draftsmith.json"
-FORMAT = 1
 LAYOUTS = {"eagle3": "eagle3", "causal": "transformers"}
 
 
@@ -79,39 +75,27 @@ def _save_tokenizer(target: Target, folder: Path) -> None:
 
 def read_own(folder: Path) -> dict[str, Any]:
     """The folder's `draftsmith.json`."""
-    path = folder / OWN
-    if not path.exists():
+    own = read_about(folder)
+    if own is None:
         raise UserError(f"{folder} is no drafter folder (no {OWN})")
-    own = json.loads(path.read_text(encoding="utf-8"))
-    if own.get("format") != FORMAT:
-        raise UserError(f"{path} has format {own.get('format')}; this version reads {FORMAT}")
     if own["family"] not in FAMILIES:
         raise UserError(
-            f"{path}: unknown family '{own['family']}'{did_you_mean(own['family'], FAMILIES)}"
+            f"{folder / OWN}: unknown family '{own['family']}'"
+            f"{did_you_mean(own['family'], FAMILIES)}"
         )
-    return dict(own)
+    return own
 
 
 def load_drafter(folder: Path, target: Target) -> Drafter:
-    """Load a drafter for `target`, on its device.
-
-    Raises `UserError` if the folder is incomplete or does not fit: trained for another tokenizer,
-    reading layers or widths that the target does not have, drafting tokens that it does not know.
-    """
+    """Load a drafter for `target`, on its device. Raises `UserError` as `reading.read_head`."""
     own = read_own(folder)
     if "options" in own:
         return _from_options(folder, own, target)
-    shared = _check_tokens(folder, own, target)
+    tokenizer = own["target"]["tokenizer"]
     if own["family"] == "eagle3":
-        _check_states(folder, target)  # first: reading would blame the shape of some tensor
-        drafter: Drafter = eagle3_flat.read(folder, target.embedding.cpu())
+        drafter: Eagle3Drafter | CausalDrafter = read_head(folder, target, tokenizer)
     else:
-        ids = own["draft_ids"]
-        if ids is None and shared < target.vocab_size:
-            ids = list(range(shared))
-        drafter = hf_causal.read(folder, None if ids is None else torch.tensor(ids))
-    _check_ids(folder, drafter, target)
-    assert isinstance(drafter, torch.nn.Module)
+        drafter = read_lm(folder, target, tokenizer, own["draft_ids"])
     return drafter.to(target.device).eval()
 
 
@@ -120,54 +104,6 @@ def _from_options(folder: Path, own: Mapping[str, Any], target: Target) -> Draft
     _, config = family_config(section, str(folder / OWN))
     assert isinstance(config, UntrainedConfig)
     return untrained_drafter(config, target)
-
-
-def _check_tokens(folder: Path, own: Mapping[str, Any], target: Target) -> int:
-    """Ids from 0 to this number mean the same to the drafter and to `target`."""
-    if own["target"]["tokenizer"] == target.provenance["tokenizer"]:
-        return target.vocab_size
-    from transformers import AutoTokenizer
-
-    try:
-        found = same_tokens(target.tokenizer, AutoTokenizer.from_pretrained(folder))
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
-    if found.note:
-        warnings.warn(f"{folder}: {found.note}", stacklevel=3)
-    return min(found.shared, target.vocab_size)
-
-
-def _check_states(folder: Path, target: Target) -> None:
-    """Refuse a head whose inputs the target cannot give."""
-    raw, name = read_config(folder), target.provenance["name"]
-    taps = eagle3_flat.read_taps(raw, folder / "config.json")
-    if not all(0 <= tap < target.num_layers for tap in taps):
-        raise UserError(
-            f"{folder} reads the layers {list(taps)}, those of '{name}' are 0 to "
-            f"{target.num_layers - 1}"
-        )
-    if raw.get("hidden_size") != target.hidden_size:
-        raise UserError(
-            f"{folder} reads states of width {raw.get('hidden_size')}, those of '{name}' have "
-            f"{target.hidden_size}"
-        )
-    rows = target.embedding.shape[0]
-    if raw.get("vocab_size", 0) > rows:
-        raise UserError(
-            f"{folder} reads embeddings of {raw['vocab_size']} tokens, '{name}' has those of {rows}"
-        )
-
-
-def _check_ids(folder: Path, drafter: Drafter, target: Target) -> None:
-    """Refuse draft ids that the target cannot verify."""
-    if drafter.draft_ids is None:
-        return
-    largest = int(drafter.draft_ids.max())
-    if largest >= target.vocab_size:
-        raise UserError(
-            f"{folder} drafts tokens up to id {largest}, those of "
-            f"'{target.provenance['name']}' end at {target.vocab_size - 1}"
-        )
 
 
 def weights_hash(folder: Path) -> str:

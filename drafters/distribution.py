@@ -1,6 +1,7 @@
 """The target's distribution on the draft vocabulary, from its states or most probable tokens."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from ..data.target import Target
 from ..data.top import rows_of, warped
 from ..data.warp import Law, log_probs
-from .base import TrainBatch
+from .base import TrainBatch, reply_index
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,21 @@ class DraftVocabularyP:
         return none.scatter_reduce_(1, place.clamp_min(0), known, "amax")
 
     def _rows(self, hidden: Tensor) -> Tensor:
+        weight, bias = self._own
+        return self.target.finish_logits(F.linear(hidden.to(weight.dtype), weight, bias).float())
+
+    @cached_property
+    def _own(self) -> tuple[Tensor, Tensor | None]:
+        """The frozen head's rows of the draft vocabulary `[V_d, h]`, gathered once, and biases."""
         head = self.target.head
-        weight, bias = head.weight[self.draft_ids], getattr(head, "bias", None)
-        chosen = None if bias is None else bias[self.draft_ids]
-        logits = F.linear(hidden.to(weight.dtype), weight, chosen).float()
-        return self.target.finish_logits(logits)
+        bias = getattr(head, "bias", None)
+        return head.weight[self.draft_ids], None if bias is None else bias[self.draft_ids]
 
 
 def reply_columns(batch: TrainBatch, draft_ids: Tensor | None, width: int) -> Tensor:
     """Where reply tokens stand in the draft vocabulary of `width` ids: `[R]`, -1 if they do not."""
-    at = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-    said = (at >= batch.prompt_lens[:, None]) & (at < batch.lengths[:, None])  # [B, T]
+    every = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    said = reply_index(batch, every) >= 0  # [B, T]
     return _columns(batch.ids[said], draft_ids, width)
 
 

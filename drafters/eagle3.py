@@ -8,24 +8,23 @@ t + 1 and predicts token t + 2.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
-from ..data.dense import dense_weight
+from ..data.dense import dense_weight, whole
 from ..data.target import Target
 from .base import Step, TrainBatch, supervised_at, token_index
+from .eagle3_layer import Layer, Window
 from .vocab import check_floor
 
 
@@ -35,21 +34,35 @@ class Eagle3Config:
 
     taps: tuple[int, ...] | None = None
     """Target layers read (0-based outputs), three of them; null takes 1, the middle, last but 1."""
-    draft_vocab_size: int = 8192
-    """Tokens the head can propose, chosen by captured target mass; special tokens always in."""
+    draft_vocab_size: int | None = None
+    """Tokens the head can propose, chosen by captured target mass; special tokens always in. null
+    takes 8192."""
     domain_floor: float = 0.5
     """Share of the draft vocabulary dealt out equally to the domains' own most likely tokens."""
-    init: str = "target"
-    """`target` starts the layer from the target's last one; `random` from noise."""
+    init: str | None = None
+    """`target` starts the layer from the target's last one, as null does; `random` from noise."""
+    start: str | None = None
+    """Goes on from a published head, its folder or Hub id, which decides what is left unset here;
+    null begins anew."""
 
     def __post_init__(self) -> None:
         if self.taps is not None and len(self.taps) != 3:
             raise UserError(f"drafter.taps takes three layers, got {list(self.taps)}")
-        if self.draft_vocab_size < 1:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise UserError(f"drafter.draft_vocab_size is {self.draft_vocab_size}, must be above 0")
         check_floor(self.domain_floor)
-        if self.init not in ("target", "random"):
+        if self.init not in ("target", "random", None):
             raise UserError(f"drafter.init is '{self.init}', must be 'target' or 'random'")
+        if self.init is not None and self.start is not None:
+            raise UserError(
+                f"drafter.init '{self.init}' begins anew and drafter.start '{self.start}' goes on "
+                "from other weights; leave one of them out"
+            )
+
+    @property
+    def resolved_vocab_size(self) -> int:
+        """Tokens of the draft vocabulary of a head that begins anew."""
+        return 8192 if self.draft_vocab_size is None else self.draft_vocab_size
 
     def resolved_taps(self, num_layers: int) -> tuple[int, ...]:
         """The layers to tap of a target with `num_layers` layers."""
@@ -60,54 +73,6 @@ class Eagle3Config:
         if not all(0 <= t <= last for t in taps):
             raise UserError(f"drafter.taps {list(taps)} must lie between 0 and {last}")
         return taps
-
-
-class _Attention(nn.Module):
-    """Self-attention over `[embedding; state]`, twice the hidden size wide at its input."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        h, self.heads = config.hidden_size, config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads or self.heads
-        self.d = d = config.head_dim or h // self.heads
-        self.q_proj = nn.Linear(2 * h, self.heads * d, bias=False)
-        self.k_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
-        self.v_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
-        self.o_proj = nn.Linear(self.heads * d, h, bias=False)
-
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `[B, n, 2h] -> [B, H|KV, n, d]`."""
-        shape = (*x.shape[:-1], -1, self.d)
-        q = self.q_proj(x).view(shape).transpose(1, 2)  # [B, H, n, d]
-        k = self.k_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
-        v = self.v_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
-        q, k = apply_rotary_pos_emb(q, k, *rope)
-        return q, k, v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """`[B, H, n, d]` queries over `[B, KV, S, d]`, mask `[., 1, n, S]`: `[B, n, h]`."""
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        h, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(h, eps=eps)
-        self.hidden_norm = LlamaRMSNorm(h, eps=eps)
-        self.post_attention_layernorm = LlamaRMSNorm(h, eps=eps)
-
-    def inputs(self, embedding: Tensor, state: Tensor) -> Tensor:
-        """The attention's input `[B, n, 2h]` from embeddings and states `[B, n, h]`."""
-        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], -1)
-
-    def finish(self, state: Tensor, attended: Tensor) -> Tensor:
-        """Residual and MLP behind the attention: the layer's un-normed output `[B, n, h]`."""
-        state = state + attended
-        return state + self.mlp(self.post_attention_layernorm(state))
 
 
 @dataclass
@@ -146,7 +111,7 @@ class Eagle3Drafter(nn.Module):
         self.config, self.taps = config, taps
         h = config.hidden_size
         self.fc = nn.Linear(len(taps) * h, h, bias=False)
-        self.midlayer = _Layer(config)
+        self.midlayer = Layer(config)
         self.norm = LlamaRMSNorm(h, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(h, len(draft_ids), bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, h)
@@ -154,6 +119,7 @@ class Eagle3Drafter(nn.Module):
         self.draft_ids: Tensor
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.rotary = LlamaRotaryEmbedding(config)
+        self._checkpointed = False
 
     @classmethod
     def from_target(
@@ -168,12 +134,15 @@ class Eagle3Drafter(nn.Module):
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2 and not name.startswith(("lm_head", "embed_tokens")):
                 nn.init.normal_(parameter, std=std)
-        if config.init == "target":
+        if config.init != "random":
             _copy_last_layer(drafter, target)
         return drafter
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
+
+    def checkpoint(self, on: bool) -> None:
+        self._checkpointed = on
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.head_inputs(hidden))
@@ -195,36 +164,52 @@ class Eagle3Drafter(nn.Module):
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         """Training-time test: step k reads its own step k-1 states and the true tokens."""
-        ids, length = batch.ids, batch.ids.shape[1]
-        device = ids.device
-        at = torch.arange(length - 1, device=device)  # positions t of the pairs, [T-1]
+        window = Window.of(batch)
+        embedding = self.embed_tokens(batch.ids[:, 1:])  # [B, T-1, h]
         state = self._fuse(batch.taps)  # [B, T-1, h]
-        embedding = self.embed_tokens(ids[:, 1:])  # [B, T-1, h]
-        cos, sin = self.rotary(state, at[None])  # [1, T-1, d]
-        q, k0, v0 = self.midlayer.self_attn.project(
-            self.midlayer.inputs(embedding, state), (cos, sin)
-        )
-        # Later steps need only the positions that predict replies, step 0 must serve as context.
-        begin = max(0, int(batch.prompt_lens.min()) - 1)
-        window = at[begin:]  # [W]
-        q, state = q[:, :, begin:], state[:, begin:]
-        rope, embedding = (cos[:, begin:], sin[:, begin:]), embedding[:, begin:]
-        keys, values = k0, v0
-        visible = at <= window[:, None]  # [W, T-1]
+        position = batch.position[:, :-1] if batch.packed else window.at[None]
+        rope = self.rotary(state, position)  # 2 x [., T-1, d]
+        token = token_index(batch, window.column + 2)  # [B, W]
+        known: list[Tensor] = []  # keys and values of the steps so far, in turn
         steps_out = []
         for k in range(steps):
             if k:
-                state = F.pad(state[:, :-1], (0, 0, 1, 0))  # own output of the position before
-                q, k_own, v_own = self.midlayer.self_attn.project(
-                    self.midlayer.inputs(embedding, state), rope
-                )
-                keys, values = torch.cat([keys, k_own], 2), torch.cat([values, v_own], 2)
-                visible = _visible(at, window, k)
-            attended = self.midlayer.self_attn.attend(q, keys, values, visible)
-            state = self.midlayer.finish(state, attended)  # [B, W, h]
-            scored = supervised_at(batch, window + 2, k)  # [B, W]
-            steps_out.append(Step(state[scored], token_index(batch, window + 2)[scored]))
+                state = F.pad(state[:, :-1], (0, 0, 1, 0))  # own output of the pair before
+            if k == 1:
+                embedding = window.take(embedding, 1)
+                rope = (window.take(rope[0], 1), window.take(rope[1], 1))
+            run = partial(self._unrolled, window=window, step=k, embedding=embedding, rope=rope)
+            if self._checkpointed and self.training and torch.is_grad_enabled():
+                state, *own = checkpoint(run, state, *known, use_reentrant=False)
+            else:
+                state, *own = run(state, *known)
+            known += own
+            scored = supervised_at(batch, window.column + 2, k)  # [B, W]
+            steps_out.append(Step(state[scored], token[scored]))
         return steps_out
+
+    def _unrolled(
+        self,
+        state: Tensor,
+        *known: Tensor,
+        window: Window,
+        step: int,
+        embedding: Tensor,
+        rope: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step over states `[B, n, h]`, of all pairs in step 0 and of the window in others.
+
+        `known` holds keys and values of the steps before. Its output in the window `[B, W, h]`, and
+        its own keys and values.
+        """
+        attention = self.midlayer.self_attn
+        q, k, v = attention.project(self.midlayer.inputs(embedding, state), rope)
+        if step == 0:
+            q, state = window.take(q, 2), window.take(state, 1)
+        keys = torch.cat([*known[0::2], k], 2)  # [B, KV, S, d]
+        values = torch.cat([*known[1::2], v], 2)
+        attended = attention.attend(q, keys, values, window.visible(step))
+        return self.midlayer.finish(state, attended), k, v
 
     # ---- decoding
 
@@ -294,17 +279,6 @@ class Eagle3Drafter(nn.Module):
         mask = cache.mask(None)
         assert not isinstance(mask, dict)
         return self.midlayer.finish(state, self.midlayer.self_attn.attend(q, k, v, mask))
-
-
-def _visible(at: Tensor, window: Tensor, k: int) -> Tensor:
-    """Keys seen by step k: `[W, T-1 + k*W]`.
-
-    Step 0's keys up to position t - k (true states), then of every step j = 1..k the one key at
-    position t - k + j: exactly what decoding has in its cache k tokens into a round.
-    """
-    parts = [at <= window[:, None] - k]
-    parts += [window == window[:, None] - k + j for j in range(1, k + 1)]
-    return torch.cat(parts, 1)
 
 
 def _llama_config(target: Target) -> LlamaConfig:
@@ -377,7 +351,7 @@ def _weights(layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if isinstance(module, nn.Linear):
             found[f"{name}.weight"] = dense_weight(module, dtype)
         elif isinstance(weight, Tensor):
-            found[f"{name}.weight"] = weight
+            found[f"{name}.weight"] = whole(weight.detach())
     return found
 
 
@@ -387,5 +361,6 @@ def _multiplies(norm: Any) -> bool:
     weight = getattr(norm, "weight", None)
     if weight is None:
         return False
-    ones = torch.ones_like(weight)
-    return torch.allclose(norm(ones).float(), weight.float(), rtol=0.02, atol=1e-3)
+    weight = whole(weight.detach())
+    out = functional_call(norm, {"weight": weight}, (torch.ones_like(weight),))
+    return torch.allclose(out.float(), weight.float(), rtol=0.02, atol=1e-3)

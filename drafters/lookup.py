@@ -100,15 +100,19 @@ class LookupDrafter(nn.Module):
     def trainable(self) -> list[nn.Parameter]:
         return []
 
+    def checkpoint(self, on: bool) -> None:
+        """There is no gradient."""
+
     # ---- scoring
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         """Head inputs are the proposed ids themselves, `[N, 1]`."""
         proposed, token = [], []
-        rows = (batch.ids, batch.lengths, batch.prompt_lens, batch.first)
-        for ids, length, prompt, first in zip(*(t.tolist() for t in rows), strict=True):
+        rows = batch.ids.tolist()
+        each = (batch.row, batch.begin, batch.lengths, batch.prompt_lens, batch.first)
+        for row, begin, length, prompt, first in zip(*(t.tolist() for t in each), strict=True):
             text = _Text(self.config.max_ngram)
-            for place, word in enumerate(ids[:length]):
+            for place, word in enumerate(rows[row][begin : begin + length]):
                 if place > prompt:
                     proposed.append(text.proposal())
                     token.append(first + place - prompt)

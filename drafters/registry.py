@@ -14,6 +14,7 @@ from .causal import CausalConfig, CausalDrafter
 from .eagle3 import Eagle3Config, Eagle3Drafter
 from .lookup import LookupConfig, LookupDrafter
 from .skip import SkipConfig, SkipDrafter
+from .start import start_taps, started
 from .vocab import captured_mass, choose_draft_ids, special_ids
 
 TrainedConfig = Eagle3Config | CausalConfig
@@ -41,8 +42,15 @@ def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyCo
 
 
 def resolved_taps(config: FamilyConfig, num_layers: int) -> tuple[int, ...]:
-    """Target layers that records for this drafter must hold."""
-    return config.resolved_taps(num_layers) if isinstance(config, Eagle3Config) else ()
+    """Target layers that records for this drafter must hold.
+
+    Raises `UserError` for layers that the target lacks, or that `drafter.start` does not read.
+    """
+    if not isinstance(config, Eagle3Config):
+        return ()
+    if config.start is not None:
+        return start_taps(config, num_layers)
+    return config.resolved_taps(num_layers)
 
 
 def reads_target(config: FamilyConfig) -> bool:
@@ -53,7 +61,8 @@ def reads_target(config: FamilyConfig) -> bool:
 def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Drafter:
     """A drafter for `target` to be trained, its draft vocabulary chosen on training `records`.
 
-    Raises `UserError` for a family that has nothing to train.
+    With `config.start` it is that drafter, draft vocabulary included. Raises `UserError` for a
+    family that has nothing to train, and as `started`.
     """
     if isinstance(config, UntrainedConfig):
         name = next(name for name, kind in FAMILIES.items() if isinstance(config, kind))
@@ -61,6 +70,8 @@ def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record])
             f"drafter.family '{name}' has nothing to train: measure it as it is, with eval; "
             "families that learn are eagle3 and causal"
         )
+    if config.start is not None:
+        return started(config, target)
     ids = _draft_ids(config, target, records)
     if isinstance(config, Eagle3Config):
         assert ids is not None
@@ -76,7 +87,10 @@ def untrained_drafter(config: UntrainedConfig, target: Target) -> LookupDrafter 
 
 
 def _draft_ids(config: TrainedConfig, target: Target, records: Sequence[Record]) -> Tensor | None:
-    if config.draft_vocab_size is None:
+    size = config.draft_vocab_size
+    if isinstance(config, Eagle3Config):
+        size = config.resolved_vocab_size
+    if size is None:
         return None
     mass = captured_mass(target, records)
-    return choose_draft_ids(mass, config.draft_vocab_size, special_ids(target), config.domain_floor)
+    return choose_draft_ids(mass, size, special_ids(target), config.domain_floor)

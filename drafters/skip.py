@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
 from ..data.dense import dense_weight
+from ..data.parts import with_replaced
 from ..data.target import Target
 from .base import Step, TrainBatch
 from .cached import CachedText, unroll_text
@@ -72,6 +73,9 @@ class SkipDrafter(nn.Module):
     def trainable(self) -> list[nn.Parameter]:
         return []
 
+    def checkpoint(self, on: bool) -> None:
+        """There is no gradient."""
+
     @property
     def max_positions(self) -> int | None:
         return self.part.max_positions
@@ -124,25 +128,10 @@ class SkipDrafter(nn.Module):
 def _shorter_body(target: Target, layers: Sequence[int]) -> nn.Module:
     """The target's body with these layers only; all modules below it are the target's own."""
     kept = nn.ModuleList([target.layers[i] for i in layers])
-    body = _with_replaced(target.body, target.layers, kept)
+    body = with_replaced(target.body, target.layers, kept)
     config = copy.copy(target.text_config)
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):  # bodies ask for the kind of their i-th layer
         config.layer_types = [config.layer_types[i] for i in layers]
     body.config = config
     return body
-
-
-def _with_replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """`module` with `new` in place of `old`: what holds it is copied, shallowly, nothing else."""
-    if module is old:
-        return new
-    children = {
-        name: child if child is None else _with_replaced(child, old, new)
-        for name, child in module._modules.items()
-    }
-    if all(children[name] is child for name, child in module._modules.items()):
-        return module
-    twin = copy.copy(module)
-    twin._modules = children
-    return twin

@@ -78,3 +78,32 @@ def speedup_interval(
     error = np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum())
     half = float(student.ppf(0.975, n - 1)) * error
     return Interval(float(np.exp(value)), float(np.exp(value - half)), float(np.exp(value + half)))
+
+
+def standard_errors_apart(
+    one: NDArray[np.float64],
+    two: NDArray[np.float64],
+    conversations: tuple[Sequence[str], Sequence[str]],
+) -> tuple[float, float]:
+    """(how far, at most) two pooled ratios Σ a / Σ b of the same conversations lie apart.
+
+    `one` and `two` are rows (a, b), `conversations` whose they are. In standard errors of the
+    difference, paired by conversation (delta method); of equal ratios one pair in 10,000 is further
+    apart than the second figure (Student's t). Raises `ValueError` for a single conversation.
+    """
+    names, group = np.unique(np.concatenate([np.array(ids, np.str_) for ids in conversations]),
+                             return_inverse=True)  # fmt: skip
+    if len(names) < 2:
+        raise ValueError("a standard error takes two conversations or more")
+    n, split = len(names), len(one)
+    values, parts = [], []
+    for rows, own in ((one, group[:split]), (two, group[split:])):
+        a, b = (np.bincount(own, weights=rows[:, i], minlength=n) for i in (0, 1))
+        values.append(a.sum() / b.sum())
+        parts.append((a - values[-1] * b) / b.mean())
+    difference = abs(float(values[0] - values[1]))
+    error = float((parts[0] - parts[1]).std(ddof=1)) / n**0.5
+    most = float(student.ppf(1 - 0.5e-4, n - 1))
+    if difference <= 1e-9:
+        return 0.0, most
+    return (difference / error if error > 0 else float("inf")), most

@@ -25,7 +25,7 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from draftsmith.configs.load import load_recipe
-from draftsmith.configs.recipe import TrainSection
+from draftsmith.configs.training import TrainSection
 from draftsmith.data import shelves
 from draftsmith.data.records import Record, States
 from draftsmith.data.shards import finite

@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     train = _add(commands, "train", "train a drafter on collected records", _train)
     train.add_argument("--records", help="a record folder or URL; default: collect first")
+    train.add_argument(
+        "--dry-run", action="store_true", help="say what it takes and whether it can work, and stop"
+    )
     measure = _add(commands, "eval", "measure a drafter on held-out prompts", _eval)
     measure.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
     measure.add_argument("--records", help="a record folder or URL; default: collect first")
@@ -98,7 +101,18 @@ def _parser() -> argparse.ArgumentParser:
         help="measure on these prompts instead of the recipe's domains; may be repeated",
     )
     measure.add_argument("--max-rows", type=int, help="at most this many prompts per source")
-    for command in (train, measure):
+    compare = _add(commands, "parity", "check that what was trained is what is served", _parity)
+    compare.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
+    compare.add_argument("--records", help="a record folder or URL; default: collect first")
+    compare.add_argument(
+        "--rows",
+        type=int,
+        default=20,
+        metavar="N",
+        help="replies of each law; default: %(default)s",
+    )
+    compare.add_argument("--out", type=Path, metavar="FILE", help="write what is found as JSON")
+    for command in (train, measure, compare):
         command.add_argument(
             "--accept-records", action="store_true", help="take records of another target, too"
         )
@@ -201,6 +215,11 @@ def _collect(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
     run.accept = args.accept_records
+    if args.dry_run:
+        from .planning import plan_training
+
+        plan_training(run, args.records)
+        return
     run.console.print(f"drafter: {run.untrained() or run.train(_store(args, run))}")
 
 
@@ -221,6 +240,18 @@ def _eval(args: argparse.Namespace) -> None:
     report = run.evaluate(store, drafter)
     print_report(read_report(report / "report.json"), run.console)
     run.console.print(f"report: {report / 'report.html'}")
+
+
+def _parity(args: argparse.Namespace) -> int:
+    from .parity import check_parity
+
+    if args.rows < 2:
+        raise UserError(f"--rows is {args.rows}, must be 2 or more")
+    run = _run(_recipe(args), args.runs)
+    run.accept = args.accept_records
+    drafter = args.drafter or run.untrained()
+    store = _store(args, run, drafter)
+    return int(not check_parity(run, store, drafter or run.train(store), args.rows, args.out))
 
 
 def _publish(args: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe
 from ..data.collection import collect, collect_settings
+from ..data.devices import pick_device
 from ..data.files import write_json
 from ..data.linear import speed_up_few_rows
 from ..data.prepare import Prepared, prepare
 from ..data.store import RecordStore, settings_hash
-from ..data.target import Target, TargetInfo, load_target, pick_device, target_info
+from ..data.target import Target, TargetInfo, load_target, target_info
 from ..data.top import check_law
-from ..data.work import Work
+from ..data.work import Work, start_processes
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
 from ..drafters.registry import (
@@ -45,9 +45,7 @@ from ..eval.serving import check_serving
 from ..train.loop import train, train_settings
 from ..train.objective import bind_objective, training_law
 from .publish import publish
-
-# Processes wait for each other's batches, prompts and checksums, which take their time.
-_WAIT = timedelta(days=30)
+from .samples import sampler
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -127,8 +125,7 @@ class Run:
 
     def collect(self, drafter_folder: Path | None = None) -> RecordStore:
         # First, so that each process of several loads the target onto its own device.
-        on_cpu = pick_device(self.recipe.target.device).type == "cpu"
-        processes = PartialState(cpu=on_cpu, timeout=_WAIT)
+        processes = start_processes(pick_device(self.recipe.target.device))
         with self._stage("collect"):
             with processes.local_main_process_first():
                 prepared = self.prepared  # before the target is loaded: faults of data show early
@@ -147,7 +144,8 @@ class Run:
         with self._stage("train"):
             depends = train_settings(self.recipe, store)
             folder = self.root / f"train-{settings_hash(depends)}"
-            return train(self.recipe, self.target, store, folder, self.console, self.accept)
+            decode = sampler(self.recipe, self.target)
+            return train(self.recipe, self.target, store, folder, self.console, self.accept, decode)
 
     def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
         """The folder with `report.json` and `report.html`."""
@@ -160,7 +158,7 @@ class Run:
         folder = self.root / f"eval-{settings_hash(depends)}"
         if not (folder / "report.json").exists():
             with self._stage("eval"):
-                drafter = self._fast(load_drafter(drafter_folder, self.target))
+                drafter = self.drafter(drafter_folder)
                 report = evaluate(
                     self.recipe, self.target, drafter, drafter_folder, store, folder, self.console,
                     self.accept,
@@ -184,8 +182,9 @@ class Run:
                 self.root / "published" / name, self.console,
             )  # fmt: skip
 
-    @staticmethod
-    def _fast(drafter: Drafter) -> Drafter:
+    def drafter(self, folder: Path) -> Drafter:
+        """A saved drafter as it is served."""
+        drafter = load_drafter(folder, self.target)
         assert isinstance(drafter, torch.nn.Module)
         speed_up_few_rows(drafter)
         return drafter

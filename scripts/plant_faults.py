@@ -24,7 +24,7 @@ LOSSES, LENGTH, FUSED, STEP = (
 ESTIMATE, LOOP, REPORTS = (
     "tests/eval/test_estimate.py", "tests/train/test_loop.py", "tests/train/test_field_reports.py",
 )  # fmt: skip
-LOAD = "tests/train/test_load_data.py"
+LOAD, RUN, SCHEDULES = (f"tests/train/test_{name}.py" for name in ("load_data", "run", "schedules"))
 DISTRIBUTION, VOCAB, EAGLE = (
     f"tests/drafters/test_{name}.py" for name in ("distribution", "vocab", "eagle3")
 )
@@ -122,19 +122,26 @@ FAULTS = (
           "share = decay / decay.sum() / totals.clamp_min(1)",
           "share = decay / decay.sum() / totals[0].clamp_min(1)", (STEP,)),
     Fault("the first reply token is never drafted", "drafters/base.py",
-          "return (r >= 1 + step)", "return (r >= step)", (STEP, REPORTS)),
+          "return reply_index(batch, column) >= 1 + step",
+          "return reply_index(batch, column) >= step", (STEP, REPORTS)),
     Fault("a step reads the true tokens before it", "drafters/eagle3.py",
           "state = F.pad(state[:, :-1], (0, 0, 1, 0))", "state = state", (EAGLE, REPORTS)),
     Fault("the state fed back is not normed", "drafters/eagle3.py",
-          "drafted = [draw(self.head(hidden), 0)]",
-          "drafted = [draw(self.head(hidden), 0)]\n        hidden = self.norm(hidden)",
-          (EAGLE, REPORTS)),
-    Fault("accumulated batches share one denominator", "train/loop.py",
-          "counts = torch.stack([scored_tokens(b, section.unroll) for b in window]).sum(0)",
-          "counts = scored_tokens(window[0], section.unroll)", (LOOP,)),
-    Fault("only samples of the law train the second objective", "train/corpus.py",
-          "valid = [r.law == objective.law for r in training]", "valid = [True for r in training]",
+          "state.hidden = out if parents is None",
+          "state.hidden = self.norm(out) if parents is None", (EAGLE, REPORTS)),
+    Fault("accumulated batches share one denominator", "train/run.py",
+          "for b in window]).sum(0)", "for b in window])[0]", (LOOP,)),
+    Fault("a step's gradient is the sum over its batches", "train/run.py",
+          "accelerator.backward(scored.loss * self.window)", "accelerator.backward(scored.loss)",
           (LOOP,)),
+    Fault("dropout follows from the number of a batch", "train/run.py",
+          "self._seed(at.batches + place *", "self._seed(0 * at.batches + place *", (RUN,)),
+    Fault("a segment goes on behind its last batch", "train/run.py",
+          "endless(plan, at.seen, load, rank, world)", "endless(plan, 0, load, rank, world)",
+          (LOOP,)),
+    Fault("only samples of the law train the second objective", "train/corpus.py",
+          "lawful = tuple(r.drawn_from(objective.law) for r in training)",
+          "lawful = tuple(True for r in training)", (SCHEDULES,)),
     Fault("stored top-K is not renormalised", "eval/estimate.py",
           "low = p.minimum(q).sum(-1)",
           "low = (p / p.sum(-1, keepdim=True)).minimum(q / q.sum(-1, keepdim=True)).sum(-1)",
@@ -154,10 +161,9 @@ FAULTS = (
     Fault("product weights fall on the steps they belong to", "train/step.py",
           "return [by_token[k, token] / count", "return [by_token[0, token] / count", (STEP,)),
     Fault("held-out figures are of the objective's law", "train/corpus.py",
-          'r.split == "heldout" and r.law == objective.law', 'r.split == "heldout"', (LOAD,)),
-    Fault("the moving average is what is saved", "train/loop.py",
-          "return self.drafter if self.average is None else", "return self.drafter if True else",
-          (LOOP,)),
+          'r.split == "heldout" and r.drawn_from(objective.law)', 'r.split == "heldout"', (LOAD,)),
+    Fault("the moving average is what is saved", "train/judge.py",
+          "return self.average.module", "return self._whole.gather(self.scorer)", (SCHEDULES,)),
     Fault("every domain has its share of V_d", "drafters/vocab.py",
           "ranked[best.indices[best.values > 0]] = torch.inf", "pass", (VOCAB,)),
 )  # fmt: skip

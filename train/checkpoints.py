@@ -1,17 +1,24 @@
-"""Training checkpoints: whole or absent, newest whole one first, the last k kept."""
+"""Training checkpoints: whole or absent, newest whole one first, the last k kept.
+
+A checkpoint's `progress.json` is written last and lists every file with its size, whoever of the
+processes wrote it: one that lacks a byte is damaged, and passed over. All processes share the
+folder.
+"""
 
 import json
 import logging
+import os
 import shutil
-import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from torch import nn
 
 from ..configs.errors import UserError
-from ..data.files import whole_folder
+from .distributed import name_of
 
 _PREFIX = "step-"
 _STATE = "progress.json"
@@ -32,8 +39,14 @@ def save_checkpoint(
     """
     final = folder / f"{_PREFIX}{step:06d}"
     _remove_leftovers(accelerator, folder)
+    state = {
+        "step": step,
+        "spread": name_of(accelerator),
+        "processes": accelerator.num_processes,
+        **progress,
+    }
     try:
-        _write(accelerator, final, {"step": step, **progress})
+        _write(accelerator, final, state)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors hide errno
         raise UserError(
             f"could not write {final}: {error}; the checkpoints before it are whole, free some "
@@ -50,57 +63,112 @@ def _remove_leftovers(accelerator: Accelerator, folder: Path) -> None:
     # all that is found is left over: process ids say less, other machines may share the folder.
     # Only the main process removes, and the others wait: they write into one `.part` together.
     if accelerator.is_main_process:
-        for ending in ("part", "old"):
-            for path in folder.glob(f".{_PREFIX}*.{ending}"):
+        for begin in (f"{_PREFIX}*", "best.*", "drafter.*"):
+            for path in (*folder.glob(f".{begin}.part"), *folder.glob(f".{begin}.old")):
                 shutil.rmtree(path, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
-def _write(accelerator: Accelerator, final: Path, progress: dict[str, Any]) -> None:
-    if accelerator.num_processes == 1:
-        with whole_folder(final) as part:
-            accelerator.save_state(str(part))
-            (part / _STATE).write_text(json.dumps(progress), encoding="utf-8")
-    else:
-        part = final.with_name(f".{final.name}.part")
+def _write(accelerator: Accelerator, final: Path, state: dict[str, Any]) -> None:
+    part = final.with_name(f".{final.name}.part")
+    try:
         accelerator.save_state(str(part))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            (part / _STATE).write_text(json.dumps(progress), encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
-            part.rename(final)
-        accelerator.wait_for_everyone()
+            written = sorted(path for path in part.rglob("*") if path.is_file())
+            for path in written:  # or a power cut leaves files of the right size and no content
+                with path.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            state["files"] = {str(p.relative_to(part)): p.stat().st_size for p in written}
+            with (part / _STATE).open("w", encoding="utf-8") as handle:
+                json.dump(state, handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+            if final.exists():
+                old = final.with_name(f".{final.name}.old")
+                os.replace(final, old)
+                os.replace(part, final)
+                shutil.rmtree(old)
+            else:
+                os.replace(part, final)
+    except BaseException:
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    accelerator.wait_for_everyone()
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders that are whole, oldest first."""
-    return [path for path in sorted(folder.glob(f"{_PREFIX}*")) if _is_whole(path)]
+    return [path for path in _folders(folder) if _state_of(path)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Checkpoint folders, whole or not, by their steps."""
+    named = [p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def saved_progress(folder: Path) -> list[dict[str, Any]]:
+    """What the whole checkpoints say of themselves, oldest first."""
+    states = (_state_of(path) for path in _folders(folder))
+    return [state for state in states if state]
 
 
 def damaged_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders that a resumed run passes over, oldest first."""
-    return [path for path in sorted(folder.glob(f"{_PREFIX}*")) if not _is_whole(path)]
+    return [path for path in _folders(folder) if not _state_of(path)]
 
 
-def _is_whole(path: Path) -> bool:
-    pickled = [p for p in path.glob("*") if p.suffix in (".bin", ".pkl")]
-    if not all(zipfile.is_zipfile(p) for p in pickled):  # cut off: the index stands at the end
-        return False
+def _state_of(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself, None for one that is not whole."""
     try:
-        json.loads((path / _STATE).read_text(encoding="utf-8"))
-        weights = sorted(path.glob("*.safetensors"))
-        for file in weights:
-            with safe_open(file, "pt") as handle:
-                handle.keys()
-    except (OSError, ValueError, SafetensorError):
-        return False
-    return bool(weights) and any(path.glob("optimizer*"))
-
-
-def load_newest(accelerator: Accelerator, folder: Path) -> dict[str, Any] | None:
-    """Restore the newest whole checkpoint; returns its progress, or None without one."""
-    found = checkpoints(folder)
-    if not found:
+        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        sizes = {name: (path / name).stat().st_size for name in state["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    accelerator.load_state(str(found[-1]))
-    return dict(json.loads((found[-1] / _STATE).read_text(encoding="utf-8")))
+    return state if sizes and sizes == state["files"] else None
+
+
+def newest(accelerator: Accelerator, folder: Path) -> dict[str, Any] | None:
+    """What the newest whole checkpoint says of itself, before anything is restored; None without.
+
+    Raises `UserError` if it cannot be continued by processes like these.
+    """
+    found, states = checkpoints(folder), saved_progress(folder)
+    if not states:
+        return None
+    state = states[-1]
+    was, now = state["spread"], name_of(accelerator)
+    plain = {"one process", "DDP"}  # keep the very same files
+    if was != now and not {was, now} <= plain:
+        raise UserError(
+            f"{found[-1]} was saved under {was} and this is {now}, which cannot read it; launch "
+            "as before, or name another folder"
+        )
+    if was.startswith("DeepSpeed") and state["processes"] != accelerator.num_processes:
+        raise UserError(
+            f"{found[-1]} was saved by {state['processes']} processes, and DeepSpeed ties its "
+            f"files to them; launch as many, not {accelerator.num_processes}"
+        )
+    return state
+
+
+def restore_newest(accelerator: Accelerator, folder: Path) -> None:
+    """Restore the newest whole checkpoint, which there must be."""
+    accelerator.load_state(str(checkpoints(folder)[-1]))
+
+
+def as_one_process_saves(accelerator: Accelerator) -> None:
+    """Let checkpoints of DDP name weights as those of one process do, so that each reads both."""
+
+    def saving(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        for i, state in enumerate(weights):  # of an OrderedDict, accelerate knows what is shared
+            named = ((name.removeprefix("module."), value) for name, value in state.items())
+            weights[i] = OrderedDict(named)
+
+    def loading(models: list[nn.Module], folder: str) -> None:
+        models[:] = [accelerator.unwrap_model(model) for model in models]
+
+    accelerator.register_save_state_pre_hook(saving)
+    accelerator.register_load_state_pre_hook(loading)

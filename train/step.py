@@ -1,27 +1,25 @@
 """One batch through drafter and objective: the loss, and what is to be reported about it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..configs.errors import UserError
 from ..configs.recipe import ObjectiveSection
-from ..data.records import Top
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.distribution import DraftVocabularyP
 from . import accepted_length as al
 from .chunks import Head, Unrolled
 from .fused import Measured, Rounds, accepted_loss, measure, rounds_loss, weighted_loss
-from .objective import Objective, reverse
+from .objective import Objective
 from .score import unrolled
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A batch's part of the global loss, with gradient, and what was measured on the way.
 
-    token: K x `[N_k]` the reply token that each of `measured.overlap` belongs to.
+    token: K x `[N_k]` the reply token that each of `measured.overlap` belongs to. A tuple, because
+    what shards weights looks for the loss in what a module returns.
     """
 
     loss: Tensor
@@ -44,11 +42,16 @@ class Scorer(nn.Module):
         section: ObjectiveSection,
         objective: Objective,
         p: DraftVocabularyP,
+        low_precision: bool = False,
     ):
+        """`low_precision` runs the drafter's passes in bf16, over weights of float32."""
         super().__init__()
         assert isinstance(drafter, nn.Module)
         self.drafter = drafter
+        # Layers that FSDP may shard one by one: those that are always called as a whole.
+        self._no_split_modules = getattr(getattr(drafter, "model", None), "_no_split_modules", None)
         self._section, self._objective, self._p = section, objective, p
+        self._low_precision = low_precision
 
     def forward(
         self, batch: TrainBatch, steps: int, totals: Tensor, second: bool = False
@@ -57,10 +60,13 @@ class Scorer(nn.Module):
 
         `totals` `[steps]` counts the tokens each step scores in the *global* batch, so that the
         losses of its parts add up to the whole's. Raises `UserError` where the batch tells too
-        little of the target's distributions for the drafter, the objective or its law.
+        little of the target's distributions for the objective's law.
         """
-        if batch.top is not None:
-            _refuse_infinite(self._section, batch.top, self._p.target.vocab_size)
+        # Here, not around the module: what shards it would round weights and inputs as well.
+        with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self._low_precision):
+            return self._scored(batch, steps, totals, second)
+
+    def _scored(self, batch: TrainBatch, steps: int, totals: Tensor, second: bool) -> Scored:
         x, head = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
         objective = self._objective.then if second else self._objective.token
         if isinstance(objective, str):
@@ -93,18 +99,6 @@ class Scorer(nn.Module):
         decay = section.position_decay ** torch.arange(len(totals), device=totals.device)
         share = decay / decay.sum() / totals.clamp_min(1)  # [K]
         return [share[k].expand(len(token)) for k, token in enumerate(x.token)]
-
-
-def _refuse_infinite(section: ObjectiveSection, top: Top, vocab_size: int) -> None:
-    """Refuse what is infinite, with gradient 0, where p is known of some tokens alone."""
-    mix = section.loss if isinstance(section.loss, dict) else {section.loss: 1.0}
-    count = top.ids.shape[1]
-    if reverse({*mix, section.then}, section.beta) and count < vocab_size:
-        raise UserError(
-            f"objective.loss rkl (jsd with beta 1) needs p of all {vocab_size} tokens, and the "
-            f"records hold the {count} most probable ones; take another, such as nla or jsd, or "
-            "collect.distributions hidden or none"
-        )
 
 
 def rounds_of(batch: TrainBatch, objective: Objective, one_pass: bool) -> Rounds:

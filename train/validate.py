@@ -21,8 +21,9 @@ def held_out_figures(
 ) -> dict[str, float]:
     """Pooled over conversations, of records sampled under the objective's law.
 
-    `overlap_step_k` over all domains, `overlap/DOMAIN` of the first step, `captured_mass` and its
-    parts by domain (the ceiling of α), expected τ in all and by domain.
+    `overlap_step_k` over all domains, `overlap/DOMAIN` of the first step; in all and by domain
+    `captured_mass` (the ceiling of α), expected τ, and `survival_k`: S_k, the share of the rounds
+    that draft position k which accept it.
     """
     steps = max(steps, objective.num_draft_tokens)
     found = score(
@@ -48,6 +49,10 @@ def _overlap(found: Sequence[Conversation], step: int) -> float:
 
 
 def _figures(found: Sequence[Conversation], objective: Objective, suffix: str) -> dict[str, float]:
-    tau = expected(found, objective.num_draft_tokens, objective.verifier).tokens_per_round
+    rounds = expected(found, objective.num_draft_tokens, objective.verifier)
     mass = sum(c.mass for c in found) / sum(c.tokens for c in found)
-    return {f"{TAU}{suffix}": tau, f"captured_mass{suffix}": mass}
+    values = {f"{TAU}{suffix}": rounds.tokens_per_round, f"captured_mass{suffix}": mass}
+    for k, share in enumerate(rounds.survival):
+        if rounds.attempts[:, k].any():  # else no reply is long enough
+            values[f"survival_{k + 1}{suffix}"] = share
+    return values

@@ -3,7 +3,7 @@
 Layer ids are written in both conventions: nested, 0-based layer *outputs* (SGLang); top level, the
 same plus one, the layer whose *input* is read (vLLM). RoPE is written in both spellings, because
 old readers silently fall back to base 10,000. `d2t` is an offset: target id = draft id + d2t[draft
-id].
+id]. The layer is written as `midlayer.`, and read as `layers.0.`, too.
 """
 
 import json
@@ -74,33 +74,55 @@ def engine_config(
     }
 
 
-def read(folder: Path, embedding: Tensor) -> Eagle3Drafter:
+def read(folder: Path, embedding: Tensor, unnamed: tuple[int, ...] | None = None) -> Eagle3Drafter:
     """Load a folder in this layout; `embedding [V, h]` is the target's, shared.
 
-    Raises `UserError` naming any tensor that is missing, unexpected or of another shape.
+    `unnamed` as `read_taps`. Raises `UserError` naming any tensor that is missing, unexpected or of
+    another shape.
     """
     raw, path = read_config(folder), folder / "config.json"
-    if raw.get("norm_before_residual"):
-        raise UserError(f"{path}: norm_before_residual is true, which this layout does not read")
-    taps = read_taps(raw, path)
-    tensors = read_tensors(folder)
-    old = ("rope_theta", "rope_scaling") if raw.get("rope_parameters") else ()
-    config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", *old)})
+    config, taps = layer_config(raw, path), read_taps(raw, path, unnamed)
+    tensors = _own_names(read_tensors(folder))
     drafter = Eagle3Drafter(config, taps, _draft_ids(raw, tensors, folder))
     tensors.setdefault(_SHARED, embedding[: config.vocab_size].detach().clone())
     check_tensors({n: tuple(t.shape) for n, t in drafter.state_dict().items()}, tensors, folder)
     dtype = tensors["fc.weight"].dtype
+    for parameter in drafter.parameters():  # frequencies of RoPE stay as exact as engines have them
+        parameter.data = parameter.data.to(dtype)
     drafter.load_state_dict({n: t.to(dtype) for n, t in tensors.items()})
-    return drafter.to(dtype)
+    return drafter
+
+
+def layer_config(raw: dict[str, Any], path: Path) -> LlamaConfig:
+    """The head's layer, as the config `raw` of `path` has it.
+
+    Raises `UserError` for one that is built otherwise.
+    """
+    if raw.get("norm_before_residual"):
+        raise UserError(f"{path}: norm_before_residual is true, which this layout does not read")
+    old = ("rope_theta", "rope_scaling") if raw.get("rope_parameters") else ()
+    return LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", *old)})
+
+
+def _own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the layer under its one name of the two that engines read."""
+    other = {name: name.replace("layers.0.", "midlayer.", 1) for name in tensors}
+    own = {n: m for n, m in other.items() if n.startswith("layers.0.") and m not in tensors}
+    return {own.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _draft_ids(raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Tensor:
-    """Target ids of the draft vocabulary `[V_d]`, from both maps, which are taken out."""
+    """Target ids of the draft vocabulary `[V_d]`, from both maps, which are taken out.
+
+    A head that drafts all tokens needs none.
+    """
+    size, vocab = raw.get("draft_vocab_size") or raw.get("vocab_size"), raw.get("vocab_size")
+    if vocab and size == vocab and not {"d2t", "t2d"} & set(tensors):
+        return torch.arange(vocab)
     for name in ("d2t", "t2d"):
         if name not in tensors:
             raise UserError(f"{folder}: tensor '{name}' (of the draft vocabulary) is missing")
     offsets, known = tensors.pop("d2t"), tensors.pop("t2d")
-    size, vocab = raw.get("draft_vocab_size"), raw.get("vocab_size")
     if tuple(offsets.shape) != (size,) or tuple(known.shape) != (vocab,):
         raise UserError(
             f"{folder}: tensors 'd2t' {list(offsets.shape)} and 't2d' {list(known.shape)} must "
@@ -112,15 +134,22 @@ def _draft_ids(raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) ->
     return ids
 
 
-def read_taps(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
-    """Target layers (0-based outputs) that the config `raw` of `path` names.
+def read_taps(
+    raw: dict[str, Any], path: Path, unnamed: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Target layers (0-based outputs) that the config `raw` of `path` names, or else `unnamed`.
 
-    Raises `UserError` if it names none, or different ones in its two conventions.
+    Raises `UserError` if there are neither, or different ones in its two conventions.
     """
     nested = raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     outer = raw.get("eagle_aux_hidden_state_layer_ids")
     if nested is None and outer is None:
-        raise UserError(f"{path}: 'eagle_aux_hidden_state_layer_ids' is missing")
+        if unnamed is None:
+            raise UserError(
+                f"{path}: 'eagle_aux_hidden_state_layer_ids' is missing; to train the head "
+                "further, name in drafter.taps the layers that it reads"
+            )
+        return unnamed
     taps = tuple(nested) if nested is not None else tuple(i - 1 for i in outer or ())
     if outer is not None and [i - 1 for i in outer] != list(taps):
         raise UserError(

@@ -1,22 +1,32 @@
 """A standalone draft LM as an ordinary Hugging Face folder."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ...configs.errors import UserError
+from ...data.parts import cpu_copy
+from ..adapters import ADAPTER, merged, write_adapter
 from ..causal import CausalDrafter
 from .config import old_rope
 
 
 def write(drafter: CausalDrafter, folder: Path, dtype: torch.dtype) -> None:
-    """Write config, weights and a clean generation config into an existing folder."""
-    model: Any = copy.deepcopy(drafter.model)
+    """Write config, weights and a clean generation config into an existing folder.
+
+    A model with an adapter is written merged, and the adapter by itself in a folder beside it if
+    its base is saved somewhere. Nothing is copied on the model's device.
+    """
+    if isinstance(drafter.model, PeftModel):
+        write_adapter(drafter.model, folder / ADAPTER)
+        model: Any = merged(drafter.model)
+    else:
+        model = cpu_copy(drafter.model)
     model.to(dtype)  # of the copy: saving must not round the live weights
     # Sampling settings copied from a target can make save_pretrained raise before any weights
     # are written; a drafter needs none of them.
@@ -40,8 +50,20 @@ def _spell_old_names(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def read(folder: Path, draft_ids: torch.Tensor | None = None) -> CausalDrafter:
-    """Load a causal LM folder; raises `UserError` naming any tensor that does not fit."""
+def text_config(folder: Path) -> Any:
+    """The configuration of a folder's language model. Raises `UserError` for an unknown one."""
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load draft LM {folder}: {reason}") from error
+
+
+def read(folder: Path) -> CausalDrafter:
+    """Load a causal LM folder, with all its tokens.
+
+    Raises `UserError` naming any tensor that does not fit.
+    """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True
@@ -60,4 +82,4 @@ def read(folder: Path, draft_ids: torch.Tensor | None = None) -> CausalDrafter:
     # than those of the drafter that was saved.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    return CausalDrafter(model, draft_ids)
+    return CausalDrafter(model, None)

@@ -17,11 +17,17 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     save_file(whole, folder / FILE, metadata={"format": "pt"})
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's weight file. Raises `UserError` if it is absent or cut off."""
+def weights_file(folder: Path) -> Path:
+    """The folder's weight file. Raises `UserError` if it is absent."""
     path = folder / FILE
     if not path.exists():
         raise UserError(f"{folder} holds no {FILE}")
+    return path
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's weight file. Raises `UserError` if it is absent or cut off."""
+    path = weights_file(folder)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

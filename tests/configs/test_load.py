@@ -4,11 +4,12 @@ import ast
 import dataclasses
 import inspect
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 
-from draftsmith.configs import recipe as recipe_module
+from draftsmith.configs import collection, recipe, training
 from draftsmith.configs.collection import DomainSection
 from draftsmith.configs.errors import OptionError, UserError, did_you_mean
 from draftsmith.configs.load import (
@@ -19,7 +20,8 @@ from draftsmith.configs.load import (
     shipped_recipes,
     to_dict,
 )
-from draftsmith.configs.recipe import LawSection, Recipe, TrainSection
+from draftsmith.configs.recipe import LawSection, Recipe
+from draftsmith.configs.training import TrainSection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,9 +68,10 @@ def test_the_demo_names_every_option() -> None:
         assert law.keys() == {field.name for field in dataclasses.fields(LawSection)}
 
 
-def test_every_option_has_a_docstring_under_it() -> None:
+@pytest.mark.parametrize("module", [collection, recipe, training])
+def test_every_option_has_a_docstring_under_it(module: ModuleType) -> None:
     bare = []
-    for node in ast.parse(inspect.getsource(recipe_module)).body:
+    for node in ast.parse(inspect.getsource(module)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         assert ast.get_docstring(node), node.name
@@ -93,6 +96,11 @@ def test_every_option_has_a_docstring_under_it() -> None:
             "unknown key 'train.stepz' in {file} (did you mean 'train.steps'?)",
         ),
         ("nam: r", "unknown key 'nam' in {file} (did you mean 'name'?)"),
+        (
+            "name: r\ntrain: {on_policy: {draftd: 0.5}}",
+            "unknown key 'train.on_policy.draftd' in {file} (did you mean "
+            "'train.on_policy.drafted'?)",
+        ),
         ("seed: 1", "missing key 'name' in {file}"),
         (
             "name: r\ndomains: [{name: a, source: chat}, {name: b, source: chat, hold: 1}]",

@@ -164,7 +164,7 @@ def test_a_cache_is_never_lengthened(tiny_target: Target) -> None:
 
 def test_an_unused_window_is_no_window() -> None:
     config = Qwen3Config(sliding_window=4, use_sliding_window=False, num_hidden_layers=2)
-    assert SlabCache(config, 1, 8, CPU).window is None
+    assert SlabCache(config, 1, 8, CPU).sight.window is None
 
 
 def test_layers_without_rollback_are_refused() -> None:

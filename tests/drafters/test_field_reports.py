@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from draftsmith.configs.collection import CollectSection, DomainSection
 from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import LawSection, Recipe, ServingSection, TrainSection
+from draftsmith.configs.recipe import LawSection, Recipe, ServingSection
+from draftsmith.configs.training import TrainSection
 from draftsmith.data.collection import collect_settings
 from draftsmith.data.gather import GatherSettings, Request, answer, request_of
 from draftsmith.data.records import Record

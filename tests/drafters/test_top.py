@@ -210,15 +210,6 @@ def test_training_on_few_tokens_raises_the_true_overlap(
 # ---- what cannot be had
 
 
-@pytest.mark.parametrize("objective", [REVERSE, {"loss": "jsd", "beta": 1.0}, {"then": "rkl"}])
-def test_objectives_that_need_every_token_are_refused(
-    objective: dict[str, Any], tiny_target: Target, rows: list[Record]
-) -> None:
-    few = [told(r, tiny_target, 16) for r in rows]
-    with pytest.raises(UserError, match=r"needs p of all 400 tokens, .* the 16 most probable"):
-        run(draft_lm(tiny_target), tiny_target, few, LawSection(1.0), **objective)
-
-
 def test_laws_that_are_not_known_are_refused(tiny_target: Target, rows: list[Record]) -> None:
     few = [told(r, tiny_target, 16) for r in rows]
     with pytest.raises(UserError, match=r"the 16 most probable tokens at T=1, .* tell T=0\.7,"):

@@ -18,14 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.configs.collection import CollectSection, DomainSection
-from draftsmith.configs.recipe import (
-    EvalSection,
-    LawSection,
-    Recipe,
-    ServingSection,
-    TargetSection,
-    TrainSection,
-)
+from draftsmith.configs.recipe import EvalSection, LawSection, Recipe, ServingSection, TargetSection
+from draftsmith.configs.training import TrainSection
 from draftsmith.data.gather import Request
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
@@ -274,8 +268,8 @@ def test_b017_b041_one_start_token_and_one_prompt_in_every_stage(
     }
     seen: dict[str, set[tuple[int, ...]]] = {"trained": set(), "plain": set(), "drafted": set()}
 
-    def spied_collate(records: Sequence[Record], domains: Sequence[str]) -> Any:
-        batch = collate(records, domains)
+    def spied_collate(records: Sequence[Record], *rest: Any) -> Any:
+        batch = collate(records, *rest)
         for ids, length in zip(batch.ids.tolist(), batch.prompt_lens.tolist(), strict=True):
             seen["trained"].add(tuple(ids[:length]))
         return batch

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from draftsmith.eval.intervals import Interval, ratio_interval, speedup_interval
+from draftsmith.eval.intervals import (
+    Interval,
+    ratio_interval,
+    speedup_interval,
+    standard_errors_apart,
+)
 
 
 def test_the_value_is_pooled_and_no_mean_of_means() -> None:
@@ -74,3 +79,28 @@ def test_speedup_counts_the_tokens_of_each_loop() -> None:
     found = speedup_interval(2 * ones, 10 * ones, 1 * ones, 8 * ones)
     assert found.value == pytest.approx(8 / 5)
     assert (found.low, found.high) == pytest.approx((1.6, 1.6))
+
+
+def test_ratios_of_one_mean_lie_a_standard_error_apart() -> None:
+    """Two noisy counts of the same conversations, some missing from the first; then other means."""
+    rng = np.random.default_rng(3)
+    names = [f"p{i}" for i in range(60)]
+
+    def apart(shift: float) -> float:
+        base = rng.uniform(5, 20, 60)
+        one = np.stack([base + rng.normal(0, 2, 60), base], 1)
+        two = np.stack([base * (1 + shift) + rng.normal(0, 2, 60), base], 1)
+        found, most = standard_errors_apart(one[3:], two, (names[3:], names))
+        assert most == pytest.approx(4.17, abs=0.01), "Student's t with 59 degrees of freedom"
+        return found
+
+    equal = np.array([apart(0.0) for _ in range(400)])
+    assert np.sqrt((equal**2).mean()) == pytest.approx(1.0, abs=0.12)
+    assert min(apart(0.3) for _ in range(20)) > 4.17
+
+
+def test_equal_ratios_are_not_apart_and_one_conversation_is_too_few() -> None:
+    rows = np.array([[2.0, 1.0], [4.0, 2.0]])
+    assert standard_errors_apart(rows, rows, (["a", "b"], ["a", "b"]))[0] == 0.0
+    with pytest.raises(ValueError, match="two conversations"):
+        standard_errors_apart(rows, rows, (["a", "a"], ["a", "a"]))

@@ -18,7 +18,7 @@ from draftsmith.scripts.pipeline import Run, check_recipe, with_prompts
 
 @pytest.fixture
 def run(recipe_file: Path, tmp_path: Path) -> Run:
-    return Run(load_recipe(recipe_file), tmp_path / "run", Console(file=io.StringIO(), width=200))
+    return Run(load_recipe(recipe_file), tmp_path / "run", Console(file=io.StringIO(), width=400))
 
 
 def changed(run: Run, **sections: object) -> Run:

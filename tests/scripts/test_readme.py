@@ -5,13 +5,25 @@ import shlex
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
+from draftsmith.scripts import distill
 from draftsmith.scripts.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n(.*?)```", README, re.S)
-LINES = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+LINES = [
+    line.split("#")[0].strip()
+    for block in BLOCKS
+    for line in block.replace("\\\n", " ").splitlines()
+]
+CELLS = [
+    cell.strip()
+    for line in README.splitlines()
+    if line.startswith("|")
+    for cell in line.strip("|").split("|")
+]
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("draftsmith ")])
@@ -23,6 +35,34 @@ def test_commands_are_understood(line: str) -> None:
 def test_the_commands_of_every_stage_are_shown() -> None:
     shown = {shlex.split(line)[1] for line in LINES if line.startswith("draftsmith ")}
     assert shown >= {"collect", "train", "eval", "publish", "doctor"}
+
+
+LAUNCHED = [line for line in LINES if line.startswith("accelerate launch ")]
+
+
+@pytest.mark.parametrize("line", LAUNCHED)
+def test_launched_commands_are_understood(line: str) -> None:
+    words = shlex.split(line)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    launcher, script, given = words[2:at], words[at], words[at + 1 :]
+    if script == "train/distill.py":
+        distill._parser().parse_args(given)
+    else:
+        assert script == "data/collect.py"
+        assert callable(_parser().parse_args(["collect", *given]).run)
+    known = launch_command_parser().parse_args([*launcher, script])
+    assert known.config_file is None or (ROOT / known.config_file).exists()
+
+
+def test_both_launched_scripts_are_shown() -> None:
+    assert {s for line in LAUNCHED for s in re.findall(r"\S+\.py", line)} == {
+        "data/collect.py", "train/distill.py",
+    }  # fmt: skip
+
+
+def test_no_table_cell_waits_for_its_figure() -> None:
+    assert len(CELLS) > 50
+    assert not [cell for cell in CELLS if re.fullmatch(r"[A-Z][A-Z0-9_]+", cell)]
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])

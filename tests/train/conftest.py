@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.configs.collection import CollectSection
-from draftsmith.configs.recipe import EvalSection, Recipe, TargetSection, TrainSection
+from draftsmith.configs.recipe import EvalSection, Recipe, TargetSection
+from draftsmith.configs.training import TrainSection
 from draftsmith.data.collection import collect_settings
 from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
@@ -50,6 +52,18 @@ def make_recipe(tiny_target: Target) -> RecipeFactory:
             train=TrainSection(**{**train, **options}),
             eval=EvalSection(),
         )
+
+    return make
+
+
+@pytest.fixture
+def findable(make_recipe: RecipeFactory, tiny_target: Target) -> RecipeFactory:
+    """`findable(family, **train options)`: such a recipe whose target can be found."""
+
+    def make(*args: Any, **options: Any) -> Recipe:
+        place = tiny_target.model.config._name_or_path
+        section = TargetSection(name=place, device="cpu")
+        return replace(make_recipe(*args, **options), target=section)
 
     return make
 

@@ -50,30 +50,44 @@ def test_rows_of_a_batch_have_similar_lengths() -> None:
     assert mixed <= len(plan.epoch(0)) / 5
 
 
+def test_rows_to_be_packed_are_mixed() -> None:
+    sizes = tuple(10 if i % 2 else 100 for i in range(400))
+    plan = Plan(sizes, (5,) * 400, 40, seed=0, grouped=False)
+    mixed = sum(len({sizes[i] for i in batch}) > 1 for batch in plan.epoch(0))
+    assert mixed > 0.9 * len(plan.epoch(0))
+
+
 def row(index: list[int]) -> Any:
     return index  # stands for the batch that loading these records would give
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_processes_share_an_epoch_without_overlap(plan: Plan, world: int) -> None:
-    count = len(plan.epoch(0)) // world
-    parts = [
-        [tuple(b) for b in islice(endless(plan, 0, row, rank, world), count)]
-        for rank in range(world)
-    ]
-    seen = [batch for part in parts for batch in part]
-    assert len(set(seen)) == len(seen) == count * world
-    assert set(seen) <= {tuple(batch) for batch in plan.epoch(0)}
-    assert batches_per_epoch(plan, world) == count
+def test_processes_together_see_what_one_sees_in_the_same_order(plan: Plan, world: int) -> None:
+    """Over the ends of epochs, too: nothing is dropped there, nothing comes twice."""
+    total = 3 * len(plan.epoch(0)) * world
+    alone = list(islice(endless(plan, 0, row, 0, 1), total))
+    parts = [islice(endless(plan, 0, row, rank, world), total // world) for rank in range(world)]
+    assert [batch for together in zip(*parts, strict=True) for batch in together] == alone
+    first = batches_per_epoch(plan)
+    assert alone[:first] == plan.epoch(0) and alone[first:][: len(plan.epoch(1))] == plan.epoch(1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_starting_at_a_batch_is_skipping_those_before(plan: Plan, world: int) -> None:
     total = 4 * len(plan.epoch(0))
-    whole = list(islice(endless(plan, 0, row, world - 1, world), total))
-    for start in (1, len(plan.epoch(0)) // world, 2 * len(plan.epoch(0)) + 1):
-        late = islice(endless(plan, start, row, world - 1, world), total - start)
-        assert list(late) == whole[start:]
+    whole = list(islice(endless(plan, 0, row, 0, 1), total))
+    for begin in (1, len(plan.epoch(0)), 2 * len(plan.epoch(0)) + 1):
+        late = islice(endless(plan, begin, row, world - 1, world), 5)
+        assert list(late) == whole[begin + world - 1 :: world][:5]
+
+
+def test_another_number_of_processes_goes_on_with_the_next_batch(plan: Plan) -> None:
+    """Positions count the batches of all processes."""
+    alone = list(islice(endless(plan, 0, row, 0, 1), 12))
+    two = [islice(endless(plan, 0, row, rank, 2), 3) for rank in range(2)]
+    three = [islice(endless(plan, 6, row, rank, 3), 2) for rank in range(3)]
+    seen = [b for part in (two, three) for batches in zip(*part, strict=True) for b in batches]
+    assert seen == alone
 
 
 def test_starting_late_loads_nothing_before(plan: Plan) -> None:
@@ -87,10 +101,29 @@ def test_starting_late_loads_nothing_before(plan: Plan) -> None:
     assert len(loaded) == 1
 
 
-def test_more_processes_than_batches_is_refused() -> None:
+def test_more_processes_than_batches_take_them_from_the_next_epochs() -> None:
     plan = Plan((5, 5), (2, 2), 100, seed=0)
-    with pytest.raises(UserError, match="1 batches an epoch, too few for 2 processes"):
-        next(endless(plan, 0, row, 0, 2))
+    assert next(endless(plan, 0, row, 2, 3)) == plan.epoch(2)[0]
+
+
+def test_weights_say_how_often_a_record_comes() -> None:
+    weights = (2.0, 0.5, 1.0, 0.25, 1.25)
+    plan = Plan((9,) * 5, (4,) * 5, 8, seed=1, weights=weights)
+    drawn = Counter(i for number in range(800) for batch in plan.epoch(number) for i in batch)
+    for index, weight in enumerate(weights):
+        assert drawn[index] / 800 == pytest.approx(weight, abs=0.05)
+    assert drawn[0] == 1600, "a whole number comes as often each time"
+    assert plan.epoch(3) == Plan((9,) * 5, (4,) * 5, 8, 1, weights).epoch(3)
+
+
+def test_weights_keep_an_epochs_length(records: list[Record]) -> None:
+    weights = [3.0 if r.domain == "a" else 1.0 for r in records]
+    plan = make_plan(records, 30, seed=0, weights=weights)
+    assert plan.weights is not None
+    used = [w for w, n in zip(plan.weights, plan.supervised, strict=True) if n]
+    assert sum(used) == pytest.approx(len(used))
+    assert max(used) / min(used) == pytest.approx(3.0)
+    assert make_plan(records, 30, seed=0, weights=[2.0] * len(records)).weights is None
 
 
 def test_rows_without_supervised_token_are_left_out(records: list[Record]) -> None:

@@ -1,5 +1,6 @@
 """Training checkpoints: the newest whole one is taken, damaged ones are passed over."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from safetensors import SafetensorError
 
 from draftsmith.configs.errors import UserError
 from draftsmith.train.checkpoints import (
     checkpoints,
     damaged_checkpoints,
-    load_newest,
+    newest,
+    restore_newest,
     save_checkpoint,
 )
 
@@ -57,7 +59,9 @@ def test_the_newest_is_restored(training: Training, tmp_path: Path) -> None:
     kept = training.layer.weight.detach().clone()
     moments = training.optimizer.state_dict()["state"][0]["exp_avg"].clone()
     training.step(99.0)
-    assert load_newest(training.accelerator, tmp_path) == {"step": 10, "tokens": 100}
+    known = newest(training.accelerator, tmp_path)
+    assert known is not None and (known["step"], known["tokens"]) == (10, 100)
+    restore_newest(training.accelerator, tmp_path)
     assert torch.equal(training.layer.weight, kept)
     assert torch.equal(training.optimizer.state_dict()["state"][0]["exp_avg"], moments)
 
@@ -81,12 +85,12 @@ def test_a_tied_weight_is_restored_and_no_warning(
     assert caplog.text == ""
     with torch.no_grad():
         model[0].weight.zero_()
-    load_newest(accelerator, tmp_path)
+    restore_newest(accelerator, tmp_path)
     assert torch.equal(model[0].weight, kept) and model[1].weight is model[0].weight
 
 
 def test_a_folder_without_checkpoints(training: Training, tmp_path: Path) -> None:
-    assert load_newest(training.accelerator, tmp_path / "none") is None
+    assert newest(training.accelerator, tmp_path / "none") is None
 
 
 def cut_weights(folder: Path) -> None:
@@ -121,7 +125,7 @@ def test_a_damaged_checkpoint_is_passed_over(harm, training: Training, tmp_path:
         training.save(tmp_path, step, keep=1 if step == 5 else 2)
     harm(tmp_path / "step-000010")
     assert names(damaged_checkpoints(tmp_path)) == ["step-000010"]
-    progress = load_newest(training.accelerator, tmp_path)
+    progress = newest(training.accelerator, tmp_path)
     assert progress is not None and progress["step"] == 5
     training.save(tmp_path, 10, keep=1)
     assert damaged_checkpoints(tmp_path) == [], "saving that step again replaces it"
@@ -178,6 +182,7 @@ def test_of_several_processes_one_removes_before_any_writes(main: bool, tmp_path
     accelerator: Any = SimpleNamespace(
         is_main_process=main,
         num_processes=2,
+        distributed_type=DistributedType.MULTI_CPU,
         save_state=save_state,
         wait_for_everyone=lambda: waits.append(len(list(tmp_path.glob(".step-*")))),
     )
@@ -207,3 +212,35 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(
     with pytest.raises(UserError, match=r"could not write .*step-000010: .* run the same command"):
         training.save(tmp_path, 10, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+@pytest.mark.parametrize(
+    ("was", "message"),
+    [
+        ({"spread": "FSDP"}, "was saved under FSDP and this is one process"),
+        ({"spread": "DeepSpeed ZeRO-2"}, "was saved under DeepSpeed ZeRO-2 and this is one"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused(
+    was: dict[str, Any], message: str, training: Training, tmp_path: Path
+) -> None:
+    training.save(tmp_path, 5)
+    path = tmp_path / "step-000005" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | was))
+    with pytest.raises(UserError, match=message):
+        newest(training.accelerator, tmp_path)
+
+
+def test_deepspeed_wants_as_many_processes(tmp_path: Path, training: Training) -> None:
+    training.save(tmp_path, 5)
+    path = tmp_path / "step-000005" / "progress.json"
+    told = json.loads(path.read_text()) | {"spread": "DeepSpeed ZeRO-2", "processes": 4}
+    path.write_text(json.dumps(told))
+    plugin = SimpleNamespace(zero_stage=2)
+    accelerator: Any = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED,
+        num_processes=2,
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+    )
+    with pytest.raises(UserError, match=r"saved by 4 processes, .* launch as many, not 2"):
+        newest(accelerator, tmp_path)

@@ -12,8 +12,8 @@ from draftsmith.data.collection import collect
 from draftsmith.data.target import Target
 from draftsmith.data.work import Work
 from draftsmith.drafters.checkpoint import read_own
+from draftsmith.scripts.distill import main
 from draftsmith.scripts.pipeline import prepare_recipe
-from draftsmith.train.distill import main
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -85,7 +85,7 @@ def test_ctrl_c_says_how_to_go_on(
     def stopped(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftsmith.train.distill.RecordStore.open", stopped)
+    monkeypatch.setattr("draftsmith.scripts.distill.RecordStore.open", stopped)
     arguments = ["--config", str(recipe_file), "--records", str(tmp_path), "--out", str(tmp_path)]
     assert main(arguments) == 130
     assert "the same command goes on" in capsys.readouterr().err

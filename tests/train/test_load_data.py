@@ -24,11 +24,12 @@ from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.batch import check_identity
 from draftsmith.drafters.registry import family_config, new_drafter
-from draftsmith.train import loop
+from draftsmith.train import run
 from draftsmith.train.batches import ahead
 from draftsmith.train.checkpoints import checkpoints
 from draftsmith.train.corpus import load_data
 from draftsmith.train.objective import Objective, bind_objective
+from draftsmith.train.run import Run
 
 RecipeFactory = Callable[..., Recipe]
 Trainer = Callable[..., dict[str, Tensor]]
@@ -42,7 +43,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(save_every=2)
-    optimise, done = loop._Run._optimise, 0
+    optimise, done = Run._optimise, 0
 
     def poisoned(self: Any, *args: Any) -> float:
         nonlocal done
@@ -51,8 +52,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
             next(iter(self.drafter.trainable())).data.fill_(float("nan"))
         return optimise(self, *args)
 
-    monkeypatch.setattr(loop._Run, "_optimise", poisoned)
-    with pytest.raises(UserError, match=r"gradient is not finite .*lower train\.lr"):
+    monkeypatch.setattr(Run, "_optimise", poisoned)
+    with pytest.raises(UserError, match=r"loss is nan at step 4; .*lower train\.lr"):
         fit(recipe, run_folder)
     weights = load_file(checkpoints(run_folder)[-1] / "model.safetensors")
     assert all(torch.isfinite(t).all() for t in weights.values())
@@ -103,6 +104,18 @@ def test_heads_are_refused_on_records_of_top_tokens(
         load_data(make_recipe(), tiny_target, top, bound(make_recipe()))
 
 
+@pytest.mark.parametrize(
+    "objective", [{"loss": "rkl"}, {"loss": "jsd", "beta": 1.0}, {"then": "rkl"}]
+)
+def test_objectives_that_need_every_token_are_refused_on_records_of_top_tokens(
+    objective: dict[str, Any], tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
+) -> None:
+    told = {**store.settings, "distributions": "top", "taps": [], "top": 16}
+    recipe = replace(make_recipe("causal"), objective=ObjectiveSection(**objective))
+    with pytest.raises(UserError, match=r"needs p of all 400 tokens, .* the 16 most probable"):
+        load_data(recipe, tiny_target, replace(store, settings=told), bound(recipe))
+
+
 def test_records_without_the_layers_are_refused(
     tiny_target: Target, store: RecordStore, make_recipe: RecipeFactory
 ) -> None:
@@ -138,8 +151,8 @@ def test_states_that_were_not_kept_are_recomputed(
         for s in (store, bare.finish({}))
     )
     assert [r.key for r in kept.held_out] == [r.key for r in redone.held_out]
-    assert kept.plan == redone.plan
-    indices = kept.plan.epoch(0)[0]
+    assert kept.plan() == redone.plan()
+    indices = kept.plan().epoch(0)[0]
     pairs = [*zip(kept.held_out, redone.held_out, strict=True)]
     pairs += [*zip(kept.training, redone.training, strict=True)]
     pairs += [*zip(kept.training.read(indices), redone.training.read(indices), strict=True)]
@@ -181,9 +194,8 @@ def test_training_records_are_read_with_their_batch(
 
     monkeypatch.setattr(RecordStore, "read", noted)
     data = load_data(make_recipe(), tiny_target, store, bound(make_recipe()))
-    assert sorted(read) == sorted(r.key for r in data.held_out), "and nothing else"
-    read.clear()
-    indices = data.plan.epoch(0)[0]
+    assert read == [], "held-out ones neither"
+    indices = data.plan().epoch(0)[0]
     batch = data.load(indices)
     assert read == [data.training.rows[i].key for i in indices]
     assert len(batch.ids) == len(indices)
@@ -287,7 +299,7 @@ def test_loading_ahead_changes_no_number(
 ) -> None:
     recipe = make_recipe(accumulation=2)
     one = fit(recipe, tmp_path / "ahead")
-    monkeypatch.setattr(loop, "ahead", lambda batches: batches)
+    monkeypatch.setattr(run, "ahead", lambda batches: batches)
     other = fit(recipe, tmp_path / "plain")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -333,7 +345,7 @@ def test_held_out_figures_are_of_the_objectives_law_alone(
     served = ServingSection((LawSection(0.7),))
     recipe = replace(make_recipe(), serving=served)
     data = load_data(recipe, tiny_target, store, bound(recipe))
-    assert data.held_out == [] and len(data.training) > 0
+    assert len(data.held_out) == 0 and len(data.training) > 0
     for judged in (
         replace(recipe, train=replace(recipe.train, patience=3)),
         replace(recipe, objective=ObjectiveSection(then="rounds", switch_overlap=0.5)),
@@ -358,7 +370,7 @@ def test_given_replies_are_samples_of_no_law(
     mixed.add("0", given)
     recipe = replace(make_recipe(), serving=ServingSection((LawSection(0.0),)))
     data = load_data(recipe, tiny_target, mixed, bound(recipe))
-    assert data.held_out == [] and len(data.training) == 30
+    assert len(data.held_out) == 0 and len(data.training) == 30
     needy = replace(recipe, objective=ObjectiveSection(loss="ce"))
     with pytest.raises(UserError, match=r"only valid on replies sampled under T=0"):
         load_data(needy, tiny_target, mixed, bound(needy))
@@ -370,6 +382,6 @@ def test_the_sampled_token_is_only_trained_on_where_it_is_a_sample_of_p(
 ) -> None:
     recipe = replace(make_recipe(), objective=ObjectiveSection(loss=loss))
     data = load_data(recipe, tiny_target, store, bound(recipe))
-    used = {data.training[i].law.temperature for batch in data.plan.epoch(0) for i in batch}
+    used = {data.training[i].law.temperature for batch in data.plan().epoch(0) for i in batch}
     assert used == {1.0}
-    assert data.lawful == sum(r.law.temperature == 1.0 for r in data.training)
+    assert list(data.lawful) == [r.law.temperature == 1.0 for r in data.training]

@@ -1,9 +1,6 @@
 """The training loop: it learns, splits and restarts change no number, bad input is refused."""
 
 import io
-import json
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted import crash_after, largest_difference, log_of, stop_after
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.configs.errors import UserError
-from draftsmith.configs.recipe import (
-    LawSection,
-    ObjectiveSection,
-    Recipe,
-    ServingSection,
-    TrainSection,
-)
+from draftsmith.configs.recipe import ObjectiveSection, Recipe
+from draftsmith.configs.training import TrainSection
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import load_drafter, read_own
-from draftsmith.train import corpus, loop
+from draftsmith.train import loop
 from draftsmith.train.batches import Plan
 from draftsmith.train.checkpoints import checkpoints
 from draftsmith.train.optimizer import learning_rate
@@ -34,21 +26,6 @@ from draftsmith.train.optimizer import learning_rate
 RecipeFactory = Callable[..., Recipe]
 Trainer = Callable[..., dict[str, Tensor]]
 FAMILIES = ["eagle3", "causal"]
-
-
-def log_of(folder: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl but for what the clock says."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        for name in ("tokens_per_s", "data_wait"):
-            row.pop(name, None)
-    return [row for row in rows if kind in ("", row["kind"])]
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a)
 
 
 # ---- learning
@@ -109,8 +86,9 @@ def test_accumulation_changes_no_parameter(
         recipe = make_recipe(family, steps=1, accumulation=8 // size, warmup_steps=0, clip=10.0)
         recipe = replace(recipe, objective=ObjectiveSection(then=then, switch_at=0.0))
         results.append(fit(recipe, tmp_path / str(size)))
-    untrained = make_recipe(family, steps=1, accumulation=1, warmup_steps=0, lr=1.0, clip=1e-12)
-    start = fit(untrained, tmp_path / "start")
+    monkeypatch.setattr(Plan, "epoch", lambda self, number: [rows])
+    nearly = make_recipe(family, steps=1, accumulation=1, warmup_steps=0, lr=1.0, clip=1e-3)
+    start = fit(nearly, tmp_path / "start")
     assert largest_difference(results[0], start) > 1e-3, "the step was no step"
     assert largest_difference(results[0], results[1]) < 1e-6
     assert largest_difference(results[0], results[2]) < 1e-6
@@ -154,34 +132,6 @@ def test_the_rate_advances_once_an_optimiser_step(
 
 
 # ---- stopping and going on
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ctrl-C while optimiser step number `steps` runs."""
-    optimise, done = loop._Run._optimise, 0
-
-    def counted(self: Any, *args: Any) -> float:
-        nonlocal done
-        done += 1
-        if done == steps:
-            os.kill(os.getpid(), signal.SIGINT)
-        return optimise(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_optimise", counted)
-
-
-def crash_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """The machine fails after `steps` optimiser steps, with no time to save."""
-    optimise, done = loop._Run._optimise, 0
-
-    def counted(self: Any, *args: Any) -> float:
-        nonlocal done
-        done += 1
-        if done == steps + 1:
-            raise RuntimeError("power cut")
-        return optimise(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_optimise", counted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -270,7 +220,7 @@ def test_a_finished_drafter_is_not_trained_again(
 
 
 @pytest.mark.parametrize(
-    "change", [{"accumulation": 3}, {"lr": 0.5}, {"steps": 20}], ids=lambda c: next(iter(c))
+    "change", [{"accumulation": 3}, {"lr": 0.5}, {"unroll": 3}], ids=lambda c: next(iter(c))
 )
 def test_a_folder_of_another_run_is_refused(
     change: dict[str, Any], fit: Trainer, make_recipe: RecipeFactory, run_folder: Path
@@ -280,114 +230,31 @@ def test_a_folder_of_another_run_is_refused(
         fit(make_recipe(**{"steps": 3, **change}), run_folder)
 
 
-# ---- schedules, moving average, patience
-
-
-def scheduled(recipe: Recipe, **objective: Any) -> Recipe:
-    return replace(recipe, objective=ObjectiveSection(**objective))
-
-
-@pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, set[float]]]:
-    """Of every optimiser step: whether the second objective ran, and the laws of its records."""
-    seen: list[tuple[bool, set[float]]] = []
-    optimise, collated = loop._Run._optimise, corpus.collate
-    laws: dict[int, set[float]] = {}
-    kept = []  # so that no address comes twice
-
-    def watched(self: Any, window: Any, meter: Any, switched: bool) -> float:
-        seen.append((switched, set().union(*(laws[b.ids.data_ptr()] for b in window))))
-        return optimise(self, window, meter, switched)
-
-    def noted(records: Any, domains: Any) -> Any:
-        kept.append(collated(records, domains))
-        laws[kept[-1].ids.data_ptr()] = {r.law.temperature for r in records}
-        return kept[-1]
-
-    monkeypatch.setattr(loop._Run, "_optimise", watched)
-    monkeypatch.setattr(corpus, "collate", noted)
-    return seen
-
-
-@pytest.mark.parametrize("then", ["rounds", "accepted_length"])
-def test_the_second_objective_takes_over_with_the_records_it_is_valid_on(
-    then: str, fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, phases: Any
-) -> None:
-    fit(scheduled(make_recipe(), then=then, switch_at=0.5), run_folder)
-    assert [switched for switched, _ in phases] == [False] * 6 + [True] * 6
-    assert set().union(*(laws for _, laws in phases[:6])) == {0.7, 1.0}
-    assert set().union(*(laws for _, laws in phases[6:])) == {1.0}
-
-
-def test_enough_overlap_switches_earlier(
-    fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, phases: Any
-) -> None:
-    recipe = scheduled(make_recipe(), then="rounds", switch_at=1.0, switch_overlap=1e-6)
-    fit(recipe, run_folder)
-    assert [switched for switched, _ in phases] == [False] * 4 + [True] * 8  # evaluated every 4
-
-
-def test_training_rounds_needs_samples_of_the_law(
-    fit: Trainer, make_recipe: RecipeFactory, run_folder: Path
-) -> None:
-    recipe = scheduled(make_recipe(), then="rounds")
-    served = ServingSection((LawSection(0.6, top_k=3),))
-    with pytest.raises(UserError, match=r"only valid on replies sampled under T=0.6 top_k=3"):
-        fit(replace(recipe, serving=served), run_folder)
-
-
-@pytest.mark.parametrize("then", ["rounds", "accepted_length"])
-def test_a_run_stopped_in_the_second_half_ends_where_one_in_one_piece_does(
-    then: str,
-    fit: Trainer,
-    make_recipe: RecipeFactory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe = scheduled(make_recipe(ema=0.8, patience=9), then=then, switch_at=0.25)
-    straight = fit(recipe, tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        crash_after(patch, 8)
-        with pytest.raises(RuntimeError):
-            fit(recipe, tmp_path / "stopped")
-    resumed = fit(recipe, tmp_path / "stopped")
-    assert largest_difference(straight, resumed) == 0.0
-    assert log_of(tmp_path / "stopped") == log_of(tmp_path / "straight")
-
-
-def test_the_moving_average_is_what_is_saved(
+def test_a_finished_run_can_be_made_longer(
     fit: Trainer, make_recipe: RecipeFactory, tmp_path: Path
 ) -> None:
-    """Its weights after one step are those of the start, the first update being a copy."""
-    one, few = (fit(make_recipe(steps=n), tmp_path / f"plain {n}") for n in (1, 3))
-    averaged = fit(make_recipe(steps=3, ema=0.5, warmup_steps=2), tmp_path / "averaged")
-    name = next(n for n in one if "q_proj" in n)
-    two = fit(make_recipe(steps=2), tmp_path / "plain 2")[name]
-    expected = 0.5 * (0.5 * one[name] + 0.5 * two) + 0.5 * few[name]
-    torch.testing.assert_close(averaged[name], expected, rtol=1e-4, atol=1e-6)
-    assert float((averaged[name] - few[name]).abs().max()) > 1e-4
+    """Order and weights go on where they were, so a constant rate ends where one run would."""
+    recipe = make_recipe(schedule="constant")
+    straight = fit(recipe, tmp_path / "straight")
+    fit(make_recipe(schedule="constant", steps=7), tmp_path / "longer")
+    console = Console(file=io.StringIO(), width=200)
+    longer = fit(recipe, tmp_path / "longer", console=console)
+    said = console.file.getvalue()
+    assert "going on with train.steps 12 instead of 7" in said
+    assert "going on from step 7 of 12" in said
+    assert largest_difference(straight, longer) == 0.0
+    assert [r["loss"] for r in log_of(tmp_path / "longer", "train")] == [
+        r["loss"] for r in log_of(tmp_path / "straight", "train")
+    ]
+    assert read_own(tmp_path / "longer" / "drafter")["trained"]["steps"] == 12
 
 
-def test_patience_ends_training_with_the_best_weights(
-    fit: Trainer, make_recipe: RecipeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_options_of_the_log_alone_do_not_make_another_run(
+    fit: Trainer, make_recipe: RecipeFactory, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taus = iter([1.2, 1.5, 1.4, 1.5, 1.9])
-    monkeypatch.setattr(
-        loop, "held_out_figures",
-        lambda *args: {"tokens_per_round": next(taus), "overlap_step_1": 0.5},
-    )  # fmt: skip
-    stopped = fit(make_recipe(steps=12, eval_every=2, patience=2), tmp_path / "stopped")
-    rows = log_of(tmp_path / "stopped", "heldout")
-    assert [r["step"] for r in rows] == [2, 4, 6, 8]
-    assert read_own(tmp_path / "stopped" / "drafter")["trained"]["steps"] == 4
-    monkeypatch.setattr(loop, "held_out_figures", lambda *args: {})
-    recipe = make_recipe(steps=12, eval_every=20, save_every=4)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            fit(recipe, tmp_path / "four")
-    best = load_file(checkpoints(tmp_path / "four")[-1] / "model.safetensors")
-    name = next(n for n in stopped if "q_proj" in n)
-    kept = next(t for n, t in best.items() if n.endswith(name))
-    assert torch.equal(stopped[name], kept)
-    assert not (tmp_path / "stopped" / "best").exists()
+    recipe = make_recipe()
+    stop_after(monkeypatch, 6)
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, run_folder)
+    fit(make_recipe(log_every=4, save_every=50, keep=1), run_folder)
+    assert [r["step"] for r in log_of(run_folder, "train")] == [1, 2, 3, 4, 5, 6, 8, 12]

@@ -1,0 +1,109 @@
+"""The one layer of an EAGLE-3 head, and which pairs it sees in training-time test."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from .base import TrainBatch, supervised_at
+
+
+class Attention(nn.Module):
+    """Self-attention over `[embedding; state]`, twice the hidden size wide at its input."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        h, self.heads = config.hidden_size, config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads or self.heads
+        self.d = d = config.head_dim or h // self.heads
+        self.q_proj = nn.Linear(2 * h, self.heads * d, bias=False)
+        self.k_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
+        self.v_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
+        self.o_proj = nn.Linear(self.heads * d, h, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: `[B, n, 2h] -> [B, H|KV, n, d]`."""
+        shape = (*x.shape[:-1], -1, self.d)
+        q = self.q_proj(x).view(shape).transpose(1, 2)  # [B, H, n, d]
+        k = self.k_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
+        v = self.v_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """`[B, H, n, d]` queries over `[B, KV, S, d]`, mask `[., 1, n, S]`: `[B, n, h]`."""
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """One Llama layer, but for its attention's input and a norm of the state's own."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(h, eps=eps)
+        self.hidden_norm = LlamaRMSNorm(h, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(h, eps=eps)
+
+    def inputs(self, embedding: Tensor, state: Tensor) -> Tensor:
+        """The attention's input `[B, n, 2h]` from embeddings and states `[B, n, h]`."""
+        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], -1)
+
+    def finish(self, state: Tensor, attended: Tensor) -> Tensor:
+        """Residual and MLP behind the attention: the layer's un-normed output `[B, n, h]`."""
+        state = state + attended
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The pairs that predict replies; later steps need only those, step 0 serves as context.
+
+    at: `[T-1]` all pairs of a row; column: which of them the window has, `[W]` of every row, its
+    last ones, or `[B, W]` of each row where rows are packed (filled up with any others).
+    """
+
+    batch: TrainBatch
+    at: Tensor
+    column: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> "Window":
+        at = torch.arange(batch.ids.shape[1] - 1, device=batch.ids.device)  # [T-1]
+        if not batch.packed:
+            return cls(batch, at, at[max(0, int(batch.prompt_lens.min()) - 1) :])
+        predicts = supervised_at(batch, at + 2, 0)  # [B, T-1]
+        width = max(1, int(predicts.sum(1).max()))
+        first = predicts.byte().argsort(dim=1, descending=True, stable=True)  # in order of columns
+        return cls(batch, at, first[:, :width])
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """The window's part of `[B, .., T-1, w]`, of which `dim` counts pairs: `[B, .., W, w]`."""
+        if not self.batch.packed:
+            return x.narrow(dim, len(self.at) - len(self.column), len(self.column))
+        shape = [len(self.column), *[1] * (x.dim() - 1)]
+        shape[dim] = self.column.shape[1]
+        return x.take_along_dim(self.column.view(shape), dim)
+
+    def visible(self, k: int) -> Tensor:
+        """Keys seen by step k: `[W, S]` with S = T-1 + k*W, or `[B, 1, W, S]` of packed rows.
+
+        Step 0's keys up to pair t - k (true states), then of every step j = 1..k the one key at
+        pair t - k + j: exactly what decoding has in its cache k tokens into a round. In packed rows
+        the former of its own conversation alone. The latter need no more care, nor does what a pair
+        is given from the pair before: a scored pair's round began within its conversation.
+        """
+        own = self.column[..., None]  # [., W, 1]
+        early = self.at <= own - k  # [., W, T-1]
+        late = [self.column[..., None, :] == own - k + j for j in range(1, k + 1)]  # [., W, W]
+        if not self.batch.packed:
+            return torch.cat([early, *late], -1)
+        of = self.batch.conversation[:, :-1]  # [B, T-1], of a pair's state
+        early = early & (of[:, None] == self.take(of, 1)[..., None])
+        return torch.cat([early, *late], -1)[:, None]
