@@ -107,7 +107,7 @@ class Launcher:
             text=True,
             check=False,
             env=environment(),
-            timeout=300,
+            timeout=600,
         )
         return Trained(out, done.returncode, done.stdout, done.stderr)
 
@@ -137,7 +137,9 @@ def log_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # What DeepSpeed compiles once is built with this environment's ninja.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _free_port() -> int:

@@ -22,9 +22,9 @@ from .objective import Objective, reverse
 class Data:
     """Training and held-out records with states, the domains' order.
 
-    Training records are read when a batch is loaded, held-out ones as they come. lawful: which of the
-    training records are samples of `law`, the objective's; sampled: whether the first objective
-    needs such, as all that take over do; limit: the collection's max_new_tokens.
+    Training records are read when a batch is loaded. lawful: which of them are samples of `law`,
+    the objective's; sampled: whether the first objective needs such, as all that take over do;
+    limit: the collection's max_new_tokens.
     """
 
     training: StateReader
