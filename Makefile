@@ -22,8 +22,8 @@ demo: $(STAMP)
 # Two workers, a thread each: they would fight for two cores with more. The longest files go first.
 LONGEST := tests/test_real_model.py tests/test_real_overfit.py tests/train/test_processes.py
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(LONGEST) tests \
-		--ignore=tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+		$(LONGEST) tests --ignore=tests/engines
 
 # Real engines and DeepSpeed on this CPU. vLLM wants an environment of its own: name its python in
 # DRAFTSMITH_VLLM_PYTHON and it is tested, too.
