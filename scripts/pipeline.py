@@ -144,8 +144,17 @@ class Run:
         with self._stage("train"):
             depends = train_settings(self.recipe, store)
             folder = self.root / f"train-{settings_hash(depends)}"
-            decode = sampler(self.recipe, self.target)
-            return train(self.recipe, self.target, store, folder, self.console, self.accept, decode)
+            decode = sampler(self.recipe, self.target) if self.recipe.train.samples else None
+            return train(
+                self.recipe, self._lent(), store, folder, self.console, self.accept, decode
+            )
+
+    def _lent(self) -> Target:
+        """The target for training, which may cut it down; an accelerator has no room for two."""
+        target = self.target
+        if target.device.type != "cpu":
+            self._target = None  # loaded again by whoever asks for it next
+        return target
 
     def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
         """The folder with `report.json` and `report.html`."""

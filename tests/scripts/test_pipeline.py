@@ -5,6 +5,8 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -91,3 +93,14 @@ def test_prompts_on_the_command_line_are_all_held_out() -> None:
 def test_a_recipe_is_checked_before_a_model_is_loaded(recipe: Recipe, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+def test_training_is_lent_the_target_where_there_is_no_room_for_two(
+    run: Run, device: str, kept: bool
+) -> None:
+    """So that an absent target's layers go when training lets go of them."""
+    target: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    run._target = target
+    assert run._lent() is target
+    assert (run._target is target) is kept
