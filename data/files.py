@@ -49,15 +49,20 @@ def whole_folder(path: Path) -> Iterator[Path]:
         for written in part.rglob("*"):
             if written.is_file():
                 _open_up(written, part.stat().st_mode)
-        if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, old)
-            os.replace(part, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(part, path)
+        put_in_place(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    """Let the finished folder `part` become `path`, instead of what was there."""
+    if path.exists():
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        os.replace(path, old)
+        os.replace(part, path)
+        shutil.rmtree(old)
+    else:
+        os.replace(part, path)
 
 
 def _open_up(path: Path, ordinary: int) -> None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..configs.errors import UserError
+from ..data.files import put_in_place
 from .distributed import name_of
 
 _PREFIX = "step-"
@@ -84,13 +85,7 @@ def _write(accelerator: Accelerator, final: Path, state: dict[str, Any]) -> None
                 json.dump(state, handle)
                 handle.flush()
                 os.fsync(handle.fileno())
-            if final.exists():
-                old = final.with_name(f".{final.name}.old")
-                os.replace(final, old)
-                os.replace(part, final)
-                shutil.rmtree(old)
-            else:
-                os.replace(part, final)
+            put_in_place(part, final)
     except BaseException:
         if accelerator.is_main_process:
             shutil.rmtree(part, ignore_errors=True)
@@ -135,10 +130,10 @@ def newest(accelerator: Accelerator, folder: Path) -> dict[str, Any] | None:
 
     Raises `UserError` if it cannot be continued by processes like these.
     """
-    found, states = checkpoints(folder), saved_progress(folder)
-    if not states:
+    found = checkpoints(folder)
+    state = _state_of(found[-1]) if found else None
+    if state is None:
         return None
-    state = states[-1]
     was, now = state["spread"], name_of(accelerator)
     plain = {"one process", "DDP"}  # keep the very same files
     if was != now and not {was, now} <= plain:

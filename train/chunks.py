@@ -68,9 +68,14 @@ class Block:
     log_p: Tensor
 
 
+def rows_of_a_block(width: int) -> int:
+    """Tokens that are taken together, where the widest of their rows has `width` numbers."""
+    return max(_FEWEST_ROWS, CHUNK_BYTES // (4 * width))
+
+
 def blocks(x: Unrolled, head: Head, with_p: bool = True) -> Iterator[Block]:
     """Runs of tokens, and within each run every step's rows with their head outputs."""
-    size = max(_FEWEST_ROWS, CHUNK_BYTES // (4 * max(x.width, head.weight.shape[0])))
+    size = rows_of_a_block(max(x.width, head.weight.shape[0]))
     cast = _Cast(head)
     every = x.token[0]
     starts = every[::size].contiguous()

@@ -1,6 +1,6 @@
 """The records a run is trained and judged on, and their order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..configs.errors import UserError, did_you_mean
@@ -122,17 +122,22 @@ def load_data(
     return data
 
 
+def check_domains(section: TrainSection, domains: Collection[str], where: str) -> None:
+    """Raise `UserError` for a domain that is named and not there; `where` begins what is."""
+    known = sorted(domains)
+    for name in (*(section.domains or ()), *section.domain_weights):
+        if name not in known:
+            raise UserError(
+                f"train names domain '{name}', and {where} {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+
+
 def _of_domains(
     rows: Sequence[RowInfo], section: TrainSection, store: RecordStore
 ) -> Sequence[RowInfo]:
     """The rows of the domains that are trained on."""
-    known = sorted({r.domain for r in rows})
-    for name in (*(section.domains or ()), *section.domain_weights):
-        if name not in known:
-            raise UserError(
-                f"train names domain '{name}', and {store.folder} holds records of "
-                f"{', '.join(known)}{did_you_mean(name, known)}"
-            )
+    check_domains(section, {r.domain for r in rows}, f"{store.folder} holds records of")
     if section.domains is None:
         return rows
     return [r for r in rows if r.domain in section.domains]

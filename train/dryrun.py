@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..configs.errors import UserError, did_you_mean
+from ..configs.errors import UserError
 from ..configs.recipe import Recipe
 from ..data.devices import pick_device
 from ..data.plan import Ask
@@ -23,7 +23,7 @@ from ..drafters.base import Drafter
 from ..drafters.distribution import DraftVocabularyP
 from .batches import Plan, make_plan
 from .blueprint import drafter_shapes, target_shapes
-from .corpus import load_data
+from .corpus import check_domains, load_data
 from .distributed import TargetUse, low_precision, target_use
 from .flops import TrainingFlops, device_flops
 from .memory import Extents, extents, memory, weights
@@ -154,13 +154,7 @@ class _Reply:
 def _planned(recipe: Recipe, asks: Sequence[Ask]) -> _Course:
     """What replies of the greatest length to all training prompts would make."""
     section, limit = recipe.train, recipe.collect.max_new_tokens
-    known = sorted({ask.domain for ask in asks})
-    for name in (*(section.domains or ()), *section.domain_weights):
-        if name not in known:
-            raise UserError(
-                f"train names domain '{name}', and the prompts are of {', '.join(known)}"
-                f"{did_you_mean(name, known)}"
-            )
+    check_domains(section, {ask.domain for ask in asks}, "the prompts are of")
     wanted = [a for a in asks if section.domains is None or a.domain in section.domains]
     training = [a for a in wanted if a.split == "train"]
     turns = [(a, a.tokens + turn * limit) for a in training for turn in range(a.turns)]

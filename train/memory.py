@@ -12,11 +12,10 @@ from ..data.target import Target
 from ..drafters.base import Drafter
 from ..drafters.distribution import DraftVocabularyP
 from ..drafters.eagle3 import Eagle3Drafter
-from .chunks import CHUNK_BYTES
+from .chunks import rows_of_a_block
 from .distributed import TargetUse
 
 _ALIVE = 16  # blocks of [tokens, V] at a time
-_FEWEST_ROWS = 32  # of such a block
 _MOMENT = {"adamw": 4.0, "adamw_8bit": 1.02}  # bytes of each of a weight's two moments
 _UNEVEN = 1.1  # packed rows hold replies of about the same length together
 _IN_LOW_PRECISION = 0.75  # of activations: norms keep what they read in float32
@@ -112,7 +111,7 @@ def _head_bytes(drafter: Drafter, batch: Extents, p: DraftVocabularyP) -> float:
     """Blocks of logits and probabilities, and the rows of the target's head that p is formed by."""
     size = drafter.head_rows()[0].shape[0]
     widest = max(size, p.width)
-    rows = min(max(_FEWEST_ROWS, CHUNK_BYTES // (4 * widest)), batch.scored[0])
+    rows = min(rows_of_a_block(widest), batch.scored[0])
     own = p.target.head.weight
     gathered = size * own.shape[1] * own.element_size() if p.width == size else 0
     return _ALIVE * 4.0 * rows * widest + gathered

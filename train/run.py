@@ -81,11 +81,10 @@ class Run:
         self.schedule = schedule  # advanced by us, once per optimiser step, never per process
         accelerator.register_for_checkpointing(schedule)
         as_one_process_saves(accelerator)
-        self.average: AveragedModel | None = None
         if section.ema > 0:
             average = get_ema_multi_avg_fn(section.ema)
-            self.average = self.judge.average = AveragedModel(drafter, multi_avg_fn=average)
-            accelerator.register_for_checkpointing(self.average)
+            self.judge.average = AveragedModel(drafter, multi_avg_fn=average)
+            accelerator.register_for_checkpointing(self.judge.average)
         self.renewed: dict[int, Record] = {}
         self.halting = False
 
@@ -274,8 +273,8 @@ class Run:
                 self.optimizer.zero_grad()
             meter.add(batch, scored, counted, self.flops.batch(batch))
         self.schedule.step()
-        if self.average is not None:
-            self.average.update_parameters(self.drafter)  # type: ignore[arg-type]
+        if self.judge.average is not None:
+            self.judge.average.update_parameters(self.drafter)  # type: ignore[arg-type]
         return float(norm)
 
     def _agree(self, window: Sequence[TrainBatch], stop: Stop) -> Tensor:
