@@ -48,7 +48,8 @@ class Forward:
 class Target:
     """A frozen causal language model with its tokenizer, as the rest of draftsmith sees it.
 
-    Layer ids of taps are 0-based *outputs* of decoder layers: tap i is what layer i returns.
+    Layer ids of taps are 0-based *outputs* of decoder layers: tap i is what layer i returns. One
+    more than there are layers, tap `num_layers`, is what the head reads, behind the final norm.
     """
 
     model: PreTrainedModel
@@ -146,8 +147,8 @@ class Target:
             cache=cache,
             use_cache=True,
         )
-        states = [self._captured[i] for i in taps]
         hidden = out.last_hidden_state
+        states = [hidden if i == self.num_layers else self._captured[i] for i in taps]
         return Forward(hidden, torch.cat(states, -1) if states else hidden[..., :0])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ class Target:
 
     def _hook(self, taps: tuple[int, ...]) -> None:
         for i in taps:
-            if i in self._hooked:
+            if i in self._hooked or i == self.num_layers:
                 continue
             self.layers[i].register_forward_hook(_store_output(self._captured, i))
             self._hooked.add(i)

@@ -91,11 +91,12 @@ class Step:
     """Predictions of unrolled step k: q_k of the reply tokens whose round began k tokens earlier.
 
     hidden: `[N, h_d]` inputs of `Drafter.head`; token: `[N]` which of the batch's R reply tokens
-    each predicts, ascending.
+    each predicts, ascending; head: which of the drafter's heads reads them.
     """
 
     hidden: Tensor
     token: Tensor
+    head: int = 0
 
 
 class DraftState(Protocol):
@@ -110,12 +111,32 @@ class Drafter(Protocol):
 
     family: str
     taps: tuple[int, ...]
-    """Target layers (0-based outputs) whose states it reads; empty for a standalone LM."""
+    """Target states it reads, as `Target.forward` takes them; empty for a standalone LM."""
     one_pass: bool
     """True if q of a token does not depend on where the round began (a draft LM)."""
 
     may_abstain: bool
     """Whether it may have nothing to propose, see `first`."""
+
+    @property
+    def layout(self) -> str | None:
+        """What it is written as, a name of `layouts.LAYOUTS`; None if it has no weights."""
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Names of its parameters that are the target's own: never trained, never written."""
+
+    @property
+    def unserved(self) -> str | None:
+        """What of it no engine reads, as the end of a sentence; None if all is read."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a recipe's `drafter:` section would say of a drafter built like this one."""
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most tokens it drafts in a round, as many as it was unrolled for. None for any."""
 
     @property
     def max_positions(self) -> int | None:
@@ -135,14 +156,17 @@ class Drafter(Protocol):
         layers cannot do so.
         """
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Draft logits `[N, h_d] -> [N, V_d]`, made of the three below."""
+    def head(self, hidden: Tensor, which: int = 0) -> Tensor:
+        """Draft logits `[N, h_d] -> [N, V_d]`, made of the three below.
 
-    def head_inputs(self, hidden: Tensor) -> Tensor:
-        """What the head multiplies: `[N, h_d] -> [N, h_d]`."""
+        `which` of several heads, here and there; families with a single one do not look at it.
+        """
 
-    def head_rows(self) -> tuple[Tensor, Tensor | None]:
-        """The head's weight `[V_d, h_d]` and bias `[V_d]`, one row a draft token."""
+    def head_inputs(self, hidden: Tensor, which: int = 0) -> Tensor:
+        """What the head multiplies: `[N, h_d] -> [N, r]`, where r is mostly h_d."""
+
+    def head_rows(self, which: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The head's weight `[V_d, r]` and bias `[V_d]`, one row a draft token."""
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """What follows the product, such as a soft cap; elementwise."""

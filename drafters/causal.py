@@ -7,7 +7,7 @@ cheaper in our own loop; no serving engine reads one, so `publish` refuses it by
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,20 @@ class CausalConfig:
     lora: LoraSection | None = None
     """Trains a low-rank adapter and nothing else; null trains all weights."""
 
+    reads_target: ClassVar[bool] = False
+    most: ClassVar[int | None] = None
+
     def __post_init__(self) -> None:
         check_floor(self.domain_floor)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the draft vocabulary."""
+        return self.draft_vocab_size
+
+    def resolved_taps(self, num_layers: int) -> tuple[int, ...]:
+        """It reads no states."""
+        return ()
 
     def resolved_layers(self, num_layers: int) -> tuple[int, ...]:
         """The kept layers of a target with `num_layers` layers."""
@@ -64,6 +76,9 @@ class CausalDrafter(nn.Module):
     may_abstain = False
     one_pass = True
     taps: tuple[int, ...] = ()
+    layout: str | None = "transformers"
+    shared: tuple[str, ...] = ()
+    max_draft_tokens: int | None = None
 
     def __init__(self, model: PreTrainedModel, draft_ids: Tensor | None):
         super().__init__()
@@ -104,18 +119,30 @@ class CausalDrafter(nn.Module):
         # peft's wrapper answers for what is inside it.
         self.model = cast(PreTrainedModel, adapted(self.model, section, base))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"draft_vocab_size": None if self.draft_ids is None else len(self.draft_ids)}
+
+    @property
+    def unserved(self) -> str | None:
+        if self.draft_ids is None:
+            return None
+        return (
+            f"a reduced draft vocabulary of {len(self.draft_ids)} tokens (drafter.draft_vocab_size)"
+        )
+
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, which: int = 0) -> Tensor:
         if self.draft_ids is None:
             return self.finish_logits(self.model.get_output_embeddings()(hidden))
         return self.finish_logits(F.linear(hidden, *self.head_rows()))
 
-    def head_inputs(self, hidden: Tensor) -> Tensor:
+    def head_inputs(self, hidden: Tensor, which: int = 0) -> Tensor:
         return hidden
 
-    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+    def head_rows(self, which: int = 0) -> tuple[Tensor, Tensor | None]:
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         if self.draft_ids is None:

@@ -1,16 +1,16 @@
 """Save and load drafters. A saved drafter *is* its engine layout, plus one file of our own.
 
-`draftsmith.json` names the family, the target it was trained for (tokenizer hash included) and, for
-a standalone LM with a reduced vocabulary, its ids. Everything else is what engines read.
+`draftsmith.json` names the family, its options, the target it was trained for (tokenizer hash
+included) and, where the layout has no place for them, the ids of its draft vocabulary. Everything
+else is what engines read. Folders that others published are read as they are.
 
-A family that has nothing to train keeps its options there, and nothing else: loading it makes it
-anew from the target at hand.
+A family that has nothing to train keeps its options, and nothing else: loading it makes it anew
+from the target at hand.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,15 @@ import torch
 from ..configs.errors import UserError, did_you_mean
 from ..data.files import whole_folder
 from ..data.target import Target
+from .about import FORMAT, OWN, About, about
 from .base import Drafter
-from .causal import CausalDrafter
-from .eagle3 import Eagle3Drafter
-from .formats import eagle3_flat, hf_causal
-from .formats.tensors import FILE
-from .lookup import LookupDrafter
-from .reading import FORMAT, OWN, read_about, read_head, read_lm
+from .formats.tensors import weight_files
+from .layouts import LAYOUTS
+from .reading import read
 from .registry import FAMILIES, UntrainedConfig, family_config, untrained_drafter
-from .skip import SkipDrafter
 
-LAYOUTS = {"eagle3": "eagle3", "causal": "transformers"}
+_OURS = ("transformers", "draftsmith")
+"""Layouts that have no place for the ids of a draft vocabulary."""
 
 
 def save_drafter(
@@ -41,24 +39,21 @@ def save_drafter(
 ) -> Path:
     """Write a drafter with its tokenizer into `folder`, whole or not at all."""
     with whole_folder(folder) as part:
-        own = {
+        own: dict[str, Any] = {
             "format": FORMAT,
             "family": drafter.family,
-            "layout": LAYOUTS.get(drafter.family),
+            "layout": drafter.layout,
+            "options": drafter.options,
             "target": dict(target.provenance),
             "trained": dict(trained),
             "draft_ids": None,
         }
-        if isinstance(drafter, LookupDrafter | SkipDrafter):
-            own["options"] = asdict(drafter.config)
-        elif isinstance(drafter, Eagle3Drafter):
-            eagle3_flat.write(drafter, part, dtype)
+        if drafter.layout is not None:
+            write = LAYOUTS[drafter.layout].write
+            assert write is not None
+            write(drafter, part, dtype)
             _save_tokenizer(target, part)
-        else:
-            assert isinstance(drafter, CausalDrafter)
-            hf_causal.write(drafter, part, dtype)
-            _save_tokenizer(target, part)
-            if drafter.draft_ids is not None:
+            if drafter.draft_ids is not None and drafter.layout in _OURS:
                 own["draft_ids"] = drafter.draft_ids.tolist()
         (part / OWN).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
     return folder
@@ -74,33 +69,39 @@ def _save_tokenizer(target: Target, folder: Path) -> None:
 
 
 def read_own(folder: Path) -> dict[str, Any]:
-    """The folder's `draftsmith.json`."""
-    own = read_about(folder)
-    if own is None:
-        raise UserError(f"{folder} is no drafter folder (no {OWN})")
-    if own["family"] not in FAMILIES:
+    """The folder's `draftsmith.json`. Raises `UserError` if it has none."""
+    known = _about(folder)
+    if known.own is None:
+        raise UserError(f"{folder} is no drafter folder of ours (no {OWN})")
+    return known.own
+
+
+def _about(folder: Path, taps: tuple[int, ...] | None = None) -> About:
+    known = about(folder, taps)
+    if known.family is not None and known.family not in FAMILIES:
         raise UserError(
-            f"{folder / OWN}: unknown family '{own['family']}'"
-            f"{did_you_mean(own['family'], FAMILIES)}"
+            f"{folder / OWN}: unknown family '{known.family}'{did_you_mean(known.family, FAMILIES)}"
         )
-    return own
+    return known
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
-    """Load a drafter for `target`, on its device. Raises `UserError` as `reading.read_head`."""
-    own = read_own(folder)
-    if "options" in own:
-        return _from_options(folder, own, target)
-    tokenizer = own["target"]["tokenizer"]
-    if own["family"] == "eagle3":
-        drafter: Eagle3Drafter | CausalDrafter = read_head(folder, target, tokenizer)
-    else:
-        drafter = read_lm(folder, target, tokenizer, own["draft_ids"])
+def load_drafter(folder: Path, target: Target, taps: tuple[int, ...] | None = None) -> Drafter:
+    """Load a drafter for `target`, ours or others', on its device.
+
+    `taps` are read where a head that others published names none. Raises `UserError` as
+    `reading.read`.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no drafter's folder {folder}")
+    known = _about(folder, taps)
+    if known.own is not None and known.layout is None:
+        return _from_options(folder, known, target)
+    drafter: Any = read(folder, target, known)
     return drafter.to(target.device).eval()
 
 
-def _from_options(folder: Path, own: Mapping[str, Any], target: Target) -> Drafter:
-    section = {"family": own["family"], **own["options"]}
+def _from_options(folder: Path, known: About, target: Target) -> Drafter:
+    section = {"family": known.family, **(known.options or {})}
     _, config = family_config(section, str(folder / OWN))
     assert isinstance(config, UntrainedConfig)
     return untrained_drafter(config, target)
@@ -108,8 +109,14 @@ def _from_options(folder: Path, own: Mapping[str, Any], target: Target) -> Draft
 
 def weights_hash(folder: Path) -> str:
     """SHA-256 of the folder's weights; where it has none, of the options that stand for them."""
-    own = read_own(folder)
-    if "options" in own:
-        said = {name: own[name] for name in ("family", "options")}
+    known = _about(folder)
+    if known.own is not None and known.layout is None:
+        said = {"family": known.family, "options": known.options}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+    digests = []
+    for path in weight_files(folder):
+        with path.open("rb") as handle:
+            digests.append(hashlib.file_digest(handle, "sha256").hexdigest())
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    )

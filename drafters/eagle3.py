@@ -9,7 +9,7 @@ t + 1 and predicts token t + 2.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ class Eagle3Config:
     """Goes on from a published head, its folder or Hub id, which decides what is left unset here;
     null begins anew."""
 
+    reads_target: ClassVar[bool] = True
+    most: ClassVar[int | None] = None
+
     def __post_init__(self) -> None:
         if self.taps is not None and len(self.taps) != 3:
             raise UserError(f"drafter.taps takes three layers, got {list(self.taps)}")
@@ -60,7 +63,7 @@ class Eagle3Config:
             )
 
     @property
-    def resolved_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         """Tokens of the draft vocabulary of a head that begins anew."""
         return 8192 if self.draft_vocab_size is None else self.draft_vocab_size
 
@@ -105,6 +108,10 @@ class Eagle3Drafter(nn.Module):
     family = "eagle3"
     may_abstain = False
     one_pass = False
+    layout: str | None = "eagle3"
+    shared: tuple[str, ...] = ("embed_tokens.weight",)
+    unserved: str | None = None
+    max_draft_tokens: int | None = None
 
     def __init__(self, config: LlamaConfig, taps: tuple[int, ...], draft_ids: Tensor):
         super().__init__()
@@ -138,19 +145,23 @@ class Eagle3Drafter(nn.Module):
             _copy_last_layer(drafter, target)
         return drafter
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"taps": self.taps, "draft_vocab_size": len(self.draft_ids)}
+
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
     def checkpoint(self, on: bool) -> None:
         self._checkpointed = on
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, which: int = 0) -> Tensor:
         return self.lm_head(self.head_inputs(hidden))
 
-    def head_inputs(self, hidden: Tensor) -> Tensor:
+    def head_inputs(self, hidden: Tensor, which: int = 0) -> Tensor:
         return self.norm(hidden)
 
-    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+    def head_rows(self, which: int = 0) -> tuple[Tensor, Tensor | None]:
         return self.lm_head.weight, None
 
     def finish_logits(self, logits: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ text before it alone, wherever the round began, and a copy may run on over the e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,15 @@ class LookupConfig:
     max_ngram: int = 3
     """Longest suffix that is looked up, in tokens; where it did not come before, shorter ones."""
 
+    reads_target: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if self.max_ngram < 1:
             raise UserError(f"drafter.max_ngram is {self.max_ngram}, must be 1 or more")
+
+    def resolved_taps(self, num_layers: int) -> tuple[int, ...]:
+        """It reads no states."""
+        return ()
 
 
 class _Text:
@@ -84,7 +91,11 @@ class LookupDrafter(nn.Module):
     taps: tuple[int, ...] = ()
     one_pass = True
     may_abstain = True
+    layout: str | None = None
+    shared: tuple[str, ...] = ()
+    unserved: str | None = None
     max_positions: int | None = None
+    max_draft_tokens: int | None = None
     draft_ids: Tensor | None = None
     every: Tensor
 
@@ -94,8 +105,14 @@ class LookupDrafter(nn.Module):
         self.register_buffer("every", torch.arange(vocab_size), persistent=False)
 
     @classmethod
-    def from_target(cls, target: Target, config: LookupConfig) -> "LookupDrafter":
+    def from_target(
+        cls, target: Target, config: LookupConfig, draft_ids: Tensor | None = None
+    ) -> "LookupDrafter":
         return cls(config, target.vocab_size).to(target.device).eval()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return asdict(self.config)
 
     def trainable(self) -> list[nn.Parameter]:
         return []
@@ -121,13 +138,13 @@ class LookupDrafter(nn.Module):
         hidden = torch.tensor(proposed, dtype=torch.float64, device=device)[:, None]  # [N, 1]
         return [Step(hidden, torch.tensor(token, dtype=torch.long, device=device))]
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, which: int = 0) -> Tensor:
         return self.finish_logits(hidden - self.every)
 
-    def head_inputs(self, hidden: Tensor) -> Tensor:
+    def head_inputs(self, hidden: Tensor, which: int = 0) -> Tensor:
         return hidden
 
-    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+    def head_rows(self, which: int = 0) -> tuple[Tensor, Tensor | None]:
         """Rows whose product is how far the proposed id is from each id.
 
         Whole numbers in float64, which no device rounds and no autocast lowers.

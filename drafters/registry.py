@@ -1,32 +1,42 @@
 """The table of drafter families, and what a recipe's `drafter:` section means."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ..configs.errors import UserError, did_you_mean
 from ..configs.load import parse
-from ..data.records import Record
 from ..data.target import Target
 from .base import Drafter
 from .causal import CausalConfig, CausalDrafter
 from .eagle3 import Eagle3Config, Eagle3Drafter
 from .lookup import LookupConfig, LookupDrafter
 from .skip import SkipConfig, SkipDrafter
-from .start import start_taps, started
-from .vocab import captured_mass, choose_draft_ids, special_ids
 
-TrainedConfig = Eagle3Config | CausalConfig
 UntrainedConfig = LookupConfig | SkipConfig
 """Families that have nothing to train: the target and their options are all there is to them."""
+TrainedConfig = Eagle3Config | CausalConfig
 FamilyConfig = TrainedConfig | UntrainedConfig
 
-FAMILIES: dict[str, type[FamilyConfig]] = {
-    "eagle3": Eagle3Config,
-    "causal": CausalConfig,
-    "lookup": LookupConfig,
-    "skip": SkipConfig,
+
+class Family(NamedTuple):
+    """What a recipe may say of a family, and what is built from it.
+
+    Configurations of those that are trained have `start`, a drafter to go on from; `vocab_size`,
+    tokens of the draft vocabulary or None for all; `domain_floor`, as `vocab.choose_draft_ids`
+    takes it; and `most`, as `Drafter.max_draft_tokens` where it is known without weights. All have
+    `reads_target`, whether they take in what the target computes, and `resolved_taps(num_layers)`.
+    """
+
+    config: type[FamilyConfig]
+    build: Callable[[Target, Any, Any], Drafter]
+    """A new drafter for a target by a configuration, with these draft ids `[V_d]` or None."""
+
+
+FAMILIES: dict[str, Family] = {
+    "eagle3": Family(Eagle3Config, Eagle3Drafter.from_target),
+    "causal": Family(CausalConfig, CausalDrafter.from_target),
+    "lookup": Family(LookupConfig, LookupDrafter.from_target),
+    "skip": Family(SkipConfig, SkipDrafter.from_target),
 }
 
 
@@ -38,59 +48,19 @@ def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyCo
         raise UserError(
             f"unknown drafter.family '{family}' in {where}{did_you_mean(str(family), FAMILIES)}"
         )
-    return family, parse(FAMILIES[family], options, where, "drafter")
+    return family, parse(FAMILIES[family].config, options, where, "drafter")
 
 
-def resolved_taps(config: FamilyConfig, num_layers: int) -> tuple[int, ...]:
-    """Target layers that records for this drafter must hold.
-
-    Raises `UserError` for layers that the target lacks, or that `drafter.start` does not read.
-    """
-    if not isinstance(config, Eagle3Config):
-        return ()
-    if config.start is not None:
-        return start_taps(config, num_layers)
-    return config.resolved_taps(num_layers)
+def family_of(config: FamilyConfig) -> str:
+    """The name of a configuration's family."""
+    return next(name for name, family in FAMILIES.items() if type(config) is family.config)
 
 
-def reads_target(config: FamilyConfig) -> bool:
-    """Whether drafters of this configuration take in what the target computes."""
-    return isinstance(config, Eagle3Config)
+def trained_families() -> list[str]:
+    """Names of the families that learn."""
+    return [n for n, family in FAMILIES.items() if not issubclass(family.config, UntrainedConfig)]
 
 
-def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Drafter:
-    """A drafter for `target` to be trained, its draft vocabulary chosen on training `records`.
-
-    With `config.start` it is that drafter, draft vocabulary included. Raises `UserError` for a
-    family that has nothing to train, and as `started`.
-    """
-    if isinstance(config, UntrainedConfig):
-        name = next(name for name, kind in FAMILIES.items() if isinstance(config, kind))
-        raise UserError(
-            f"drafter.family '{name}' has nothing to train: measure it as it is, with eval; "
-            "families that learn are eagle3 and causal"
-        )
-    if config.start is not None:
-        return started(config, target)
-    ids = _draft_ids(config, target, records)
-    if isinstance(config, Eagle3Config):
-        assert ids is not None
-        return Eagle3Drafter.from_target(target, config, ids)
-    return CausalDrafter.from_target(target, config, ids)
-
-
-def untrained_drafter(config: UntrainedConfig, target: Target) -> LookupDrafter | SkipDrafter:
+def untrained_drafter(config: UntrainedConfig, target: Target) -> Drafter:
     """The drafter of a family that has nothing to train, ready to draft."""
-    if isinstance(config, LookupConfig):
-        return LookupDrafter.from_target(target, config)
-    return SkipDrafter.from_target(target, config)
-
-
-def _draft_ids(config: TrainedConfig, target: Target, records: Sequence[Record]) -> Tensor | None:
-    size = config.draft_vocab_size
-    if isinstance(config, Eagle3Config):
-        size = config.resolved_vocab_size
-    if size is None:
-        return None
-    mass = captured_mass(target, records)
-    return choose_draft_ids(mass, size, special_ids(target), config.domain_floor)
+    return FAMILIES[family_of(config)].build(target, config, None)

@@ -7,7 +7,8 @@ the target's own modules, in a body that lists fewer layers. Only its cache is i
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -26,6 +27,12 @@ class SkipConfig:
 
     layers: tuple[int, ...] | None = None
     """Target layers that are kept, ascending; null leaves out the middle fifth."""
+
+    reads_target: ClassVar[bool] = False
+
+    def resolved_taps(self, num_layers: int) -> tuple[int, ...]:
+        """It reads no states of the target, but runs it."""
+        return ()
 
     def resolved_layers(self, num_layers: int) -> tuple[int, ...]:
         """The kept layers of a target with `num_layers` layers."""
@@ -53,6 +60,10 @@ class SkipDrafter(nn.Module):
     taps: tuple[int, ...] = ()
     one_pass = True
     may_abstain = False
+    layout: str | None = None
+    shared: tuple[str, ...] = ()
+    unserved: str | None = None
+    max_draft_tokens: int | None = None
     draft_ids: Tensor | None = None
 
     def __init__(self, part: Target, config: SkipConfig):
@@ -60,7 +71,9 @@ class SkipDrafter(nn.Module):
         self.part, self.config = part, config
 
     @classmethod
-    def from_target(cls, target: Target, config: SkipConfig) -> "SkipDrafter":
+    def from_target(
+        cls, target: Target, config: SkipConfig, draft_ids: Tensor | None = None
+    ) -> "SkipDrafter":
         """The target with another body: its passes, its head and its caches serve as they are.
 
         Caches have the whole target's layers, because attention writes where it stands among them.
@@ -69,6 +82,10 @@ class SkipDrafter(nn.Module):
         part = copy.copy(target)
         part.body = _shorter_body(target, layers)
         return cls(part, replace(config, layers=layers)).eval()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return asdict(self.config)
 
     def trainable(self) -> list[nn.Parameter]:
         return []
@@ -85,13 +102,13 @@ class SkipDrafter(nn.Module):
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         return unroll_text(self.part.body, batch)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, which: int = 0) -> Tensor:
         return self.part.logits(hidden)
 
-    def head_inputs(self, hidden: Tensor) -> Tensor:
+    def head_inputs(self, hidden: Tensor, which: int = 0) -> Tensor:
         return hidden
 
-    def head_rows(self) -> tuple[Tensor, Tensor | None]:
+    def head_rows(self, which: int = 0) -> tuple[Tensor, Tensor | None]:
         return dense_weight(self.part.head), getattr(self.part.head, "bias", None)
 
     def finish_logits(self, logits: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ class Proposer:
         """Tokens this row may draft: within the limit, its budget and the drafter's context."""
         known = self.drafter.max_positions
         context = limit if known is None else known - row.length
-        return max(0, min(limit, row.room, context))
+        most = self.drafter.max_draft_tokens
+        return max(0, min(limit if most is None else most, limit, row.room, context))
 
     def prefill(self, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
         self.drafter.prefill(self.state, ids, lengths, taps)

@@ -32,7 +32,7 @@ from .gamma import AnyPolicy, as_mapping, make_policy
 from .lossless import greedy_equality
 from .provenance import provenance
 from .rows import Output
-from .serving import CALIBRATED, policy_of, settings
+from .serving import CALIBRATED, check_length, policy_of, settings
 from .speed import (
     Cost,
     Timing,
@@ -65,11 +65,12 @@ def evaluate(
 
     `accept` takes records of another target, with a warning.
     """
+    check_length(drafter.family, drafter.max_draft_tokens, recipe.serving.num_draft_tokens)
     records = records_with_states(store, target, drafter.taps, "heldout", accept)
     cells = _cells(recipe, records)
     limit = int(store.settings["max_new_tokens"])
     run = _Run(recipe, target, drafter, folder, console, limit)
-    lengths = sorted({*recipe.eval.sweep, recipe.serving.num_draft_tokens})
+    lengths = _possible(drafter, sorted({*recipe.eval.sweep, recipe.serving.num_draft_tokens}))
     scores = {c.name: run.scores(c, max(lengths)) for c in cells}
     calibration = _calibration(recipe, store, cells)
     costs, trees = run.costs(cells, calibration, lengths)
@@ -106,6 +107,12 @@ def evaluate(
         "alarms": [*_left_out(recipe, records, cells), *_off_policy(store)],
         "stages": [],
     }
+
+
+def _possible(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
+    """Those of the draft lengths that the drafter was made for."""
+    most = drafter.max_draft_tokens
+    return [length for length in lengths if most is None or length <= most]
 
 
 def _cells(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
@@ -293,7 +300,8 @@ class _Run:
             requests = [request_of(r) for r in _timed(cell, section)]
             timings[cell.name] = time_cell(
                 self.target, self.drafter, requests,
-                self._settings(section.timing_tokens, cell.law), section.timed_lengths,
+                self._settings(section.timing_tokens, cell.law),
+                _possible(self.drafter, section.timed_lengths),
             )  # fmt: skip
         return timings, {**ratio.to_dict(), "context": self._context(calibration)}
 

@@ -117,11 +117,12 @@ class Forced:
     @torch.no_grad()
     def logits(self, row: int, places: Sequence[Place]) -> Tensor:
         """What training makes of a record's places: `[n, V_d]`, as `decoded_logits` has them."""
-        hidden = []
+        found = []
         for start, k in places:
             step = self.steps[0 if self.drafter.one_pass else k]
             wanted = torch.tensor([self.first[row] + 1 + start + k], device=step.token.device)
-            hidden.append(step.hidden[torch.searchsorted(step.token, wanted)])  # [1, h_d]
-        logits = float32_or_better(self.drafter.head(torch.cat(hidden)))[:, : self.width]
+            hidden = step.hidden[torch.searchsorted(step.token, wanted)]  # [1, h_d]
+            found.append(self.drafter.head(hidden, step.head))
+        logits = float32_or_better(torch.cat(found))[:, : self.width]
         silent = (logits == -torch.inf).all(-1, keepdim=True)
         return logits.masked_fill(silent, 0.0).cpu()

@@ -43,6 +43,15 @@ def check_serving(recipe: Recipe) -> None:
     settings(served, 1)
 
 
+def check_length(family: str, most: int | None, num_draft_tokens: int) -> None:
+    """Raises `UserError` for more tokens a round than a drafter of the family was made for."""
+    if most is not None and num_draft_tokens > most:
+        raise UserError(
+            f"serving.num_draft_tokens is {num_draft_tokens}, and this drafter of family "
+            f"'{family}' drafts {most} tokens at most"
+        )
+
+
 def settings(served: ServingSection, tokens: int) -> DecodeSettings:
     """The recipe's way of decoding up to `tokens` tokens, without a policy."""
     return DecodeSettings(

@@ -35,7 +35,8 @@ from draftsmith.data.warp import Law
 from draftsmith.drafters.base import TrainBatch
 from draftsmith.drafters.batch import collate
 from draftsmith.drafters.distribution import DraftVocabularyP
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.eval.provenance import processor
 from draftsmith.scripts.results import save_result
 from draftsmith.train.batches import Plan, ahead, endless, make_plan

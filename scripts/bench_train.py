@@ -41,7 +41,8 @@ from draftsmith.drafters.batch import records_with_states
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter
 from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Drafter
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.eval.provenance import processor
 from draftsmith.scripts import peer_speculators
 from draftsmith.scripts.bench_train_peer import (

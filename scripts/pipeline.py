@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,14 @@ from ..data.top import check_law
 from ..data.work import Work, start_processes
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
-from ..drafters.registry import (
-    FamilyConfig,
-    UntrainedConfig,
-    family_config,
-    reads_target,
-    resolved_taps,
-    untrained_drafter,
-)
+from ..drafters.registry import FamilyConfig, UntrainedConfig, family_config, untrained_drafter
+from ..drafters.start import resolved_taps
 from ..eval.evaluate import evaluate
 from ..eval.report import read_report, write_report
-from ..eval.serving import check_serving
+from ..eval.serving import check_length, check_serving
 from ..train.loop import train, train_settings
 from ..train.objective import bind_objective, training_law
+from ..train.step import check_unroll
 from .publish import publish
 from .samples import sampler
 
@@ -53,9 +48,12 @@ def check_recipe(recipe: Recipe) -> None:
     family, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     bind_objective(recipe.objective, recipe.serving)
     check_serving(recipe)
+    if not isinstance(config, UntrainedConfig):
+        check_unroll(family, config.most, recipe.train.unroll)
+        check_length(family, config.most, recipe.serving.num_draft_tokens)
     if recipe.collect.distributions == "top":
         check_law(training_law(recipe.serving), recipe.collect.top, 1.0)
-        if reads_target(config):
+        if config.reads_target:
             raise UserError(
                 f"collect.distributions top keeps no states, and family '{family}' reads the "
                 "target's layers; take hidden, or none, with which training runs the target again"
@@ -105,7 +103,7 @@ class Run:
     def taps(self, drafter_folder: Path | None = None) -> tuple[int, ...]:
         """The target layers this run's drafter (or a saved one) reads."""
         if drafter_folder is not None:
-            return load_drafter(drafter_folder, self.target).taps
+            return self._load(drafter_folder).taps
         return resolved_taps(self._config, self.target.num_layers)
 
     @property
@@ -117,7 +115,7 @@ class Run:
         if not isinstance(self._config, UntrainedConfig):
             return None
         drafter = untrained_drafter(self._config, self.target)
-        depends = {"options": asdict(drafter.config), "target": self.target.provenance["weights"]}
+        depends = {"options": drafter.options, "target": self.target.provenance["weights"]}
         folder = self.root / f"{drafter.family}-{settings_hash(depends)}"
         return folder if folder.exists() else save_drafter(drafter, folder, self.target, {})
 
@@ -193,10 +191,14 @@ class Run:
 
     def drafter(self, folder: Path) -> Drafter:
         """A saved drafter as it is served."""
-        drafter = load_drafter(folder, self.target)
+        drafter = self._load(folder)
         assert isinstance(drafter, torch.nn.Module)
         speed_up_few_rows(drafter)
         return drafter
+
+    def _load(self, folder: Path) -> Drafter:
+        """A saved drafter; one that others published may have left to the recipe what it reads."""
+        return load_drafter(folder, self.target, getattr(self._config, "taps", None))
 
     # ---- times
 

@@ -4,7 +4,8 @@ from ..configs.errors import UserError
 from ..data.collection import collect_settings
 from ..data.plan import make_asks
 from ..data.store import RecordStore
-from ..drafters.registry import family_config, resolved_taps
+from ..drafters.registry import family_config
+from ..drafters.start import resolved_taps
 from ..train.blueprint import target_shapes
 from ..train.dryrun import dry_run
 from .pipeline import Run

@@ -32,16 +32,15 @@ def publish(
     folder whose logits differ from the trained drafter's when loaded back.
     """
     own = read_own(drafter_folder)
-    if own["draft_ids"] is not None:
+    drafter = load_drafter(drafter_folder, target)
+    if drafter.unserved is not None:
         raise UserError(
-            f"{drafter_folder} is a standalone LM with a reduced draft vocabulary of "
-            f"{len(own['draft_ids'])} tokens, which no engine reads: it serves in draftsmith's own "
-            "loop only; train with drafter.draft_vocab_size=null to publish"
+            f"{drafter_folder} is a drafter of family '{own['family']}' with {drafter.unserved}, "
+            "which no engine reads: it serves in draftsmith's own loop only"
         )
     measured = report["provenance"]["drafter"]["weights_sha256"]
     if measured != weights_hash(drafter_folder):
         raise UserError(f"the report measured another drafter than {drafter_folder}; evaluate it")
-    drafter = load_drafter(drafter_folder, target)
     base = target.provenance["base_model"] or target.provenance["name"]
     with whole_folder(folder) as part:
         written = part / "drafter"
@@ -50,7 +49,7 @@ def publish(
         card = model_card(report, own["layout"], base, section.licence)
         (written / "README.md").write_text(card, encoding="utf-8")
         trained = load_drafter(drafter_folder, target)
-        _compare(trained, load_drafter(written, target), section.dtype, target.vocab_size)
+        _compare(trained, load_drafter(written, target), section.dtype, target)
         for path in written.iterdir():
             shutil.move(path, part / path.name)
         written.rmdir()
@@ -59,14 +58,14 @@ def publish(
 
 
 @torch.inference_mode()
-def _compare(trained: Any, written: Any, dtype: str, vocab_size: int) -> None:
+def _compare(trained: Any, written: Any, dtype: str, target: Target) -> None:
     """Compare draft logits on noise that passes through every weight."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (1, _PROBE_ROWS), generator=generator)
+    ids = torch.randint(target.vocab_size, (1, _PROBE_ROWS), generator=generator)
     results = []
     for drafter in (trained, written):
         drafter.float()
-        width = drafter.fc.in_features if drafter.taps else 0
+        width = len(drafter.taps) * target.hidden_size
         taps = torch.randn(1, _PROBE_ROWS, width, generator=torch.Generator().manual_seed(1))
         state = drafter.start(1, 2 * _PROBE_ROWS)
         device = next(drafter.parameters()).device

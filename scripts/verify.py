@@ -28,7 +28,8 @@ from ..data.target import Target, load_target
 from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import load_drafter, weights_hash
-from ..drafters.registry import UntrainedConfig, family_config, new_drafter, untrained_drafter
+from ..drafters.registry import UntrainedConfig, family_config, untrained_drafter
+from ..drafters.start import new_drafter
 from ..eval import lossless
 from ..eval.branches import branches
 from ..eval.conformance import TOLERANCE, Bench, Case, covering, cross

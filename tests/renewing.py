@@ -13,7 +13,8 @@ from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.train.objective import Objective, bind_objective
 
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ from torch import Tensor
 from draftsmith.data.target import Target
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 
 WEIGHTS = "model.safetensors"
 TAPS = (0, 1, 2)  # not those that null takes

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,12 +12,8 @@ from ..configs.recipe import Recipe
 from ..data.devices import pick_device, pick_dtype
 from ..data.target import Target, target_info
 from ..drafters.base import Drafter
-from ..drafters.causal import CausalConfig, CausalDrafter
-from ..drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from ..drafters.formats.config import read_config
-from ..drafters.formats.eagle3_flat import layer_config
-from ..drafters.registry import UntrainedConfig, family_config, new_drafter, resolved_taps
-from ..drafters.start import Start, check_drafts, check_start
+from ..drafters.registry import FAMILIES, family_config, family_of
+from ..drafters.start import check_start, learning
 
 _META = torch.device("meta")
 
@@ -46,20 +43,15 @@ def drafter_shapes(recipe: Recipe, target: Target) -> Drafter:
     Raises `UserError` for a family that has nothing to train, for options that do not fit, and as
     `check_start`.
     """
-    _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
-    if isinstance(config, UntrainedConfig):
-        return new_drafter(config, target, [])  # which says so
-    start = None if config.start is None else check_start(config, target)
+    config: Any = learning(family_config(recipe.drafter, f"recipe '{recipe.name}'")[1])
+    if config.start is not None:
+        return check_start(config, target).shape
+    if hasattr(config, "init"):
+        config = replace(config, init="random")  # there is nothing to copy
+    ids = None if config.vocab_size is None else torch.arange(_within(config.vocab_size, target))
     with _META, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about copying nothing
-        if start is not None:
-            return _continued(config, start, target)
-        if isinstance(config, Eagle3Config):
-            ids = torch.arange(_within(config.resolved_vocab_size, target))
-            return Eagle3Drafter.from_target(target, replace(config, init="random"), ids)
-        size = config.draft_vocab_size
-        kept = None if size is None else torch.arange(_within(size, target))
-        return CausalDrafter.from_target(target, config, kept)
+        return FAMILIES[family_of(config)].build(target, config, ids)
 
 
 def _within(size: int, target: Target) -> int:
@@ -68,21 +60,3 @@ def _within(size: int, target: Target) -> int:
             f"drafter.draft_vocab_size {size} exceeds the target's {target.vocab_size} tokens"
         )
     return size
-
-
-def _continued(config: Eagle3Config | CausalConfig, start: Start, target: Target) -> Drafter:
-    """The drafter that a folder holds, by its configuration."""
-    if isinstance(config, Eagle3Config):
-        path = start.folder / "config.json"
-        shape = layer_config(read_config(start.folder), path)
-        ids = torch.arange(start.draft_vocab_size)
-        return Eagle3Drafter(shape, resolved_taps(config, target.num_layers), ids)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(start.folder), dtype=torch.float32
-    )
-    check_drafts(model, target, config)
-    kept = None if start.draft_ids is None else torch.arange(len(start.draft_ids))
-    drafter = CausalDrafter(model, kept)
-    if config.lora is not None:
-        drafter.adapt(config.lora, config.start or "")
-    return drafter

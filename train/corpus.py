@@ -13,7 +13,8 @@ from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import TrainBatch
 from ..drafters.batch import StateReader, check_identity, collate
-from ..drafters.registry import family_config, resolved_taps
+from ..drafters.registry import family_config
+from ..drafters.start import resolved_taps
 from .batches import Plan, make_plan
 from .objective import Objective, reverse
 

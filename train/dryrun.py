@@ -30,6 +30,7 @@ from .memory import Extents, extents, memory, weights
 from .objective import Objective, bind_objective
 from .optimizer import check_optimizer
 from .policy import check as check_renewal
+from .step import check_unroll
 
 UTILISATION = 0.45
 """Share of the rate of matrix products that training is taken to reach, as it does on a CPU."""
@@ -103,6 +104,7 @@ def dry_run(
     objective = bind_objective(recipe.objective, recipe.serving)
     target = target_shapes(recipe)
     drafter = drafter_shapes(recipe, target)
+    check_unroll(drafter.family, drafter.max_draft_tokens, section.unroll)
     if store is None:
         settings = {"distributions": recipe.collect.distributions}
         use = target_use(section, RecordStore(folder, settings, False))

@@ -6,9 +6,10 @@ count; norms, activations and the optimiser are left out, as is usual. Attention
 token saw its whole conversation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torch.utils.benchmark import Timer
 
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.distribution import DraftVocabularyP
-from ..drafters.eagle3 import Eagle3Drafter
 
 _MEASURED = 0.1  # seconds
 _LARGEST = 8192
@@ -42,24 +42,11 @@ class TrainingFlops:
     @classmethod
     def of(cls, drafter: Drafter, p: DraftVocabularyP, steps: int) -> "TrainingFlops":
         """Of a drafter that is trained on `p` with `steps` unrolled steps."""
-        head = _matrix(drafter.head_rows()[0])
+        grown = _GROWN[drafter.family](drafter, steps)
+        weights = {id(w): w for w in (drafter.head_rows(k)[0] for k in range(steps))}
+        head = sum(map(_matrix, weights.values())) / len(weights)
         target = 2.0 * p.width * p.target.hidden_size  # forward alone
-        if not isinstance(drafter, Eagle3Drafter):
-            body: Any = drafter.body  # type: ignore[attr-defined]
-            text = body.config.get_text_config(decoder=True)
-            read = _matrices(body, getattr(text, "num_experts_per_tok", None) or 1)
-            return cls(read, 0.0, _pair(text), head, target, None)
-        layer = drafter.midlayer
-        known = _matrix(layer.self_attn.k_proj.weight) + _matrix(layer.self_attn.v_proj.weight)
-        own = _matrices(layer) - known
-        return cls(
-            context=_matrix(drafter.fc.weight, inputs=False) + known,  # the taps are given
-            drafted=steps * own + (steps - 1) * known,
-            attended=_pair(drafter.config),
-            head=head,
-            target=target,
-            steps=steps,
-        )
+        return cls(grown.context, grown.drafted, grown.attended, head, target, grown.steps)
 
     def conversations(self, lengths: Tensor, prompt_lens: Tensor, states: bool) -> Tensor:
         """FLOPs of conversations of `lengths` tokens with prompts of `prompt_lens`: `[C]` float64.
@@ -79,6 +66,40 @@ class TrainingFlops:
         """FLOPs of one batch."""
         states = batch.hidden is not None
         return float(self.conversations(batch.lengths, batch.prompt_lens, states).sum())
+
+
+class _Grown(NamedTuple):
+    """The fields of `TrainingFlops` that are a family's own."""
+
+    context: float
+    drafted: float
+    attended: float
+    steps: int | None
+
+
+def _of_eagle3(drafter: Any, steps: int) -> _Grown:
+    layer = drafter.midlayer
+    known = _matrix(layer.self_attn.k_proj.weight) + _matrix(layer.self_attn.v_proj.weight)
+    own = _matrices(layer) - known
+    return _Grown(
+        context=_matrix(drafter.fc.weight, inputs=False) + known,  # the taps are given
+        drafted=steps * own + (steps - 1) * known,
+        attended=_pair(drafter.config),
+        steps=steps,
+    )
+
+
+def _of_text(drafter: Any, steps: int) -> _Grown:
+    text = drafter.body.config.get_text_config(decoder=True)
+    read = _matrices(drafter.body, getattr(text, "num_experts_per_tok", None) or 1)
+    return _Grown(read, 0.0, _pair(text), None)
+
+
+_GROWN: dict[str, Callable[[Any, int], _Grown]] = {
+    "eagle3": _of_eagle3,
+    "causal": _of_text,
+}
+"""By family, of a drafter that is trained with so many unrolled steps."""
 
 
 def _matrix(weight: Tensor, inputs: bool = True) -> float:

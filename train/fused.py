@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import accepted_length as al
-from .chunks import Block, Gradients, Head, Unrolled, blocks, wanted
+from .chunks import Block, Gradients, Heads, Unrolled, blocks, wanted
 
 _MOST = 60.0  # largest log R that is told apart: e^60·q exceeds any p that float32 knows
 
@@ -79,30 +79,30 @@ class _Sweep:
 
 
 @torch.no_grad()
-def measure(x: Unrolled, head: Head) -> Measured:
+def measure(x: Unrolled, heads: Heads) -> Measured:
     """Overlap, captured mass and ratios on the sampled tokens, no loss."""
     sweep = _Sweep(x)
-    for block in blocks(x, head):
-        sweep.add(block, head.logits(block.raw))
+    for block in blocks(x, heads):
+        sweep.add(block, block.logits)
     return sweep.result()
 
 
 def weighted_loss(
-    x: Unrolled, head: Head, loss: TokenLoss, weight: Sequence[Tensor]
+    x: Unrolled, heads: Heads, loss: TokenLoss, weight: Sequence[Tensor]
 ) -> tuple[Tensor, Measured]:
     """Σ weight·loss over all steps' tokens, scalar; `weight` K x `[N_k]`, constants.
 
     A weight of 0 drops a token even if its loss is not finite.
     """
-    grads = Gradients(x, head) if wanted(x, head) else None
+    grads = Gradients(x, heads) if wanted(x, heads) else None
     sweep = _Sweep(x)
     total = torch.zeros((), dtype=torch.float64, device=x.column.device)
     with torch.no_grad():
-        for block in blocks(x, head):
+        for block in blocks(x, heads):
             own = weight[block.step][block.rows]
             with torch.set_grad_enabled(grads is not None):
                 raw = block.raw.requires_grad_(grads is not None)
-                logits = head.logits(raw)
+                logits = block.logits
                 value = loss(block.log_p, logits, x.column[block.token])  # [n]
                 if grads is not None:
                     (slope,) = torch.autograd.grad(value, raw, own.to(value.dtype))
@@ -145,12 +145,12 @@ class Rounds:
         return (al.survival_block if self.block else al.survival_token)(log_ratio)
 
 
-def rounds_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Measured]:
+def rounds_loss(x: Unrolled, heads: Heads, rounds: Rounds) -> tuple[Tensor, Measured]:
     """Σ E[rounds] of the batch's replies, scalar: over Σ N it is 1/τ. Source: objectives, §3.
 
     The replies must be samples of the law that `x.log_p` is of.
     """
-    measured = measure(x, head)
+    measured = measure(x, heads)
     by_position = rounds.by_position(measured.log_ratio)
     ratio = al.from_tokens(by_position, rounds.index, rounds.inside)  # [B, N, γ]
     with torch.enable_grad():
@@ -160,17 +160,17 @@ def rounds_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Measur
         if count.requires_grad:  # replies of one further token take one round, whatever q is
             (slope,) = torch.autograd.grad(count.sum(), ratio)
     value = count.detach().sum().to(measured.mass.dtype)
-    if not wanted(x, head):
+    if not wanted(x, heads):
         return value, measured
-    return _second_sweep(x, head, rounds, slope, None, None).carry(value), measured
+    return _second_sweep(x, heads, rounds, slope, None, None).carry(value), measured
 
 
-def accepted_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Measured]:
+def accepted_loss(x: Unrolled, heads: Heads, rounds: Rounds) -> tuple[Tensor, Measured]:
     """-Σ E[A] over all starts of the batch, scalar, the last factor summed over the vocabulary.
 
     The replies must be samples of the law that `x.log_p` is of.
     """
-    measured, last = _last_factors(x, head, rounds)
+    measured, last = _last_factors(x, heads, rounds)
     index, inside = rounds.index, rounds.inside
     ratio = al.from_tokens(rounds.by_position(measured.log_ratio), index, inside)  # [B, N, γ]
     total, from_p, from_q = (al.from_tokens(t, index, inside) for t in last)
@@ -191,15 +191,15 @@ def accepted_loss(x: Unrolled, head: Head, rounds: Rounds) -> tuple[Tensor, Meas
             (slope,) = torch.autograd.grad(before, ratio, -total)
             reach = before.detach() * inside
     value = -al.accepted_length(reach * total, inside).to(measured.mass.dtype)
-    if not wanted(x, head):
+    if not wanted(x, heads):
         return value, measured
     outer_last = al.to_tokens(-reach, index, inside, len(x.column))  # [γ, R]
-    return _second_sweep(x, head, rounds, slope, outer_last, scales).carry(value), measured
+    return _second_sweep(x, heads, rounds, slope, outer_last, scales).carry(value), measured
 
 
 @torch.no_grad()
 def _last_factors(
-    x: Unrolled, head: Head, rounds: Rounds
+    x: Unrolled, heads: Heads, rounds: Rounds
 ) -> tuple[Measured, tuple[Tensor, Tensor, Tensor]]:
     """Σ_x min(e^a·p, e^b·q) by position and token, and its parts from p and from q: 3 x `[γ, R]`.
 
@@ -207,8 +207,8 @@ def _last_factors(
     """
     sweep = _Sweep(x)
     total, from_p, from_q = sweep.log_q.new_zeros(3, rounds.gamma, len(x.column))
-    for block in blocks(x, head):
-        p, q = sweep.add(block, head.logits(block.raw))
+    for block in blocks(x, heads):
+        p, q = sweep.add(block, block.logits)
         if not rounds.block:
             for k in rounds.positions(block.step):
                 total[k, block.token] = sweep.result().overlap[block.step][block.rows].double()
@@ -239,7 +239,7 @@ def _scales_at(log_ratio: Tensor, rounds: Rounds, token: Tensor, k: int) -> tupl
 @torch.no_grad()
 def _second_sweep(
     x: Unrolled,
-    head: Head,
+    heads: Heads,
     rounds: Rounds,
     slope: Tensor,
     reach: Tensor | None,
@@ -247,14 +247,14 @@ def _second_sweep(
 ) -> Gradients:
     """Gradients from d/dlog q(x) = `slope` [B, N, γ] and d/d(last factor) = `reach` [γ, R]."""
     by_token = al.to_tokens(slope, rounds.index, rounds.inside, len(x.column))  # [γ, R]
-    grads = Gradients(x, head)
-    for block in blocks(x, head, with_p=reach is not None):
+    grads = Gradients(x, heads)
+    for block in blocks(x, heads, with_p=reach is not None):
         positions = rounds.positions(block.step)
         if not positions:
             continue
         with torch.enable_grad():
             raw = block.raw.requires_grad_()
-            logits = head.logits(raw)
+            logits = block.logits
         q = logits.detach().softmax(-1)  # [n, V_d]
         own = by_token[positions][:, block.token].sum(0).to(q.dtype)  # [n]
         grad = torch.zeros_like(q)

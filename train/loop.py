@@ -19,8 +19,8 @@ from ..data.work import start_processes
 from ..drafters.base import Drafter
 from ..drafters.checkpoint import save_drafter
 from ..drafters.packing import check_packing
-from ..drafters.registry import family_config, new_drafter
-from ..drafters.start import start_identity
+from ..drafters.registry import family_config
+from ..drafters.start import new_drafter, start_identity
 from .checkpoints import checkpoints
 from .corpus import load_data
 from .distributed import low_precision, make_accelerator, name_of, placed, shard, target_use
@@ -29,6 +29,7 @@ from .objective import bind_objective
 from .policy import check as check_renewal
 from .progress import Progress, stop_signal
 from .run import Run
+from .step import check_unroll
 
 _SETTINGS = "settings.json"
 _OVER = "over"  # in the settings: whether the run has come to its end
@@ -70,6 +71,7 @@ def train(
         check_renewal(section.on_policy, data.training, use == "replicated", objective)
     _, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
     drafter = new_drafter(config, target, data.training)
+    check_unroll(drafter.family, drafter.max_draft_tokens, section.unroll)
     if section.packing:
         check_packing(drafter, data.training[:_TRIED], data.domains)
     accelerator = make_accelerator(section, processes, folder)

@@ -1,7 +1,7 @@
 """What training takes of a device's memory, from shapes: exact but for a batch's activations."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from ..configs.training import TrainSection
 from ..data.target import Target
 from ..drafters.base import Drafter
 from ..drafters.distribution import DraftVocabularyP
-from ..drafters.eagle3 import Eagle3Drafter
 from .chunks import rows_of_a_block
 from .distributed import TargetUse
 
@@ -135,12 +134,10 @@ def saved(drafter: Drafter, batch: Extents, again: bool) -> tuple[float, list[fl
     An unrolled step counts as a layer. Norms keep what they read and what they scale, products what
     they read, attention its queries, keys, values, mask and result.
     """
-    if isinstance(drafter, Eagle3Drafter):
-        return _of_head(drafter, batch, again)
-    return _of_text(drafter, batch, again)
+    return _SAVED[drafter.family](drafter, batch, again)
 
 
-def _of_head(drafter: Eagle3Drafter, batch: Extents, again: bool) -> tuple[float, list[float]]:
+def _of_head(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[float]]:
     config, attention = drafter.config, drafter.midlayer.self_attn
     h, i = config.hidden_size, config.intermediate_size
     q, kv = attention.heads * attention.d, 2 * attention.kv_heads * attention.d
@@ -166,3 +163,10 @@ def _of_text(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[flo
     if drafter.body.config._attn_implementation == "eager":
         layer += 3 * text.num_attention_heads * read * batch.width
     return read * (2 + (count if again else 0)) * h, [layer] * count
+
+
+_SAVED: dict[str, Callable[[Any, Extents, bool], tuple[float, list[float]]]] = {
+    "eagle3": _of_head,
+    "causal": _of_text,
+}
+"""By family, what `saved` tells."""

@@ -18,7 +18,7 @@ from ..drafters.base import Drafter, TrainBatch
 from ..drafters.batch import collate
 from ..drafters.distribution import DraftVocabularyP, reply_columns
 from . import accepted_length as al
-from .chunks import Head, Unrolled
+from .chunks import Head, Heads, Unrolled
 from .fused import measure
 
 _ROWS = 8
@@ -37,25 +37,30 @@ def unrolled(
     batch: TrainBatch,
     steps: int,
     warp: Callable[[Tensor], Tensor],
-) -> tuple[Unrolled, Head]:
-    """A batch as `fused` takes it; `warp` turns finished draft logits `[n, V_d]` into served ones.
+) -> tuple[Unrolled, list[Head]]:
+    """A batch as `fused` takes it, and the head of each step.
 
-    Rows of a head beyond the tokenizer's ids are left out.
+    `warp` turns finished draft logits `[n, V_d]` into served ones. Rows of a head beyond the
+    tokenizer's ids are left out.
     """
-    weight, bias = drafter.head_rows()
     width = p.target.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
-    if len(weight) > width:
-        weight, bias = weight[:width], None if bias is None else bias[:width]
-    head = Head(weight, bias, lambda raw: warp(drafter.finish_logits(raw)))
     found = drafter.unroll(batch, steps)
+    heads = {which: _head(drafter, which, width, warp) for which in {s.head for s in found}}
     x = Unrolled(
-        [drafter.head_inputs(step.hidden) for step in found],
+        [drafter.head_inputs(step.hidden, step.head) for step in found],
         [step.token for step in found],
         partial(p.rows, batch),
         reply_columns(batch, drafter.draft_ids, width),
         p.width,
     )
-    return x, head
+    return x, [heads[step.head] for step in found]
+
+
+def _head(drafter: Drafter, which: int, width: int, warp: Callable[[Tensor], Tensor]) -> Head:
+    weight, bias = drafter.head_rows(which)
+    if len(weight) > width:
+        weight, bias = weight[:width], None if bias is None else bias[:width]
+    return Head(weight, bias, lambda raw: warp(drafter.finish_logits(raw)))
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,9 @@ def score(
     for start in range(0, len(longer), _ROWS):
         part = longer[start : start + _ROWS]
         batch = collate(part, sorted({r.domain for r in part})).to(target.device)
-        x, head = unrolled(drafter, p, batch, steps, partial(_warped, law=q_law))
+        x, heads = unrolled(drafter, p, batch, steps, partial(_warped, law=q_law))
         for record, conversation in zip(
-            part, _split(x, head, batch, part, drafter.one_pass, steps, limit - 1), strict=True
+            part, _split(x, heads, batch, part, drafter.one_pass, steps, limit - 1), strict=True
         ):
             found[record.key] = conversation
     return [found[r.key] for r in records if r.key in found]
@@ -118,7 +123,7 @@ def _warped(logits: Tensor, law: Law) -> Tensor:
 
 def _split(
     x: Unrolled,
-    head: Head,
+    heads: Heads,
     batch: TrainBatch,
     records: Sequence[Record],
     one_pass: bool,
@@ -126,7 +131,7 @@ def _split(
     limit: int,
 ) -> list[Conversation]:
     """A batch's figures, row by row."""
-    measured = measure(x, head)
+    measured = measure(x, heads)
     length = batch.reply_lens - 1
     index, inside = al.start_index(batch.first, length, steps)
     by_position = al.by_position(measured.log_ratio, steps, one_pass)

@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..configs.errors import UserError
 from ..configs.recipe import ObjectiveSection
 from ..drafters.base import Drafter, TrainBatch
 from ..drafters.distribution import DraftVocabularyP
 from . import accepted_length as al
-from .chunks import Head, Unrolled
+from .chunks import Heads, Unrolled
 from .fused import Measured, Rounds, accepted_loss, measure, rounds_loss, weighted_loss
 from .objective import Objective
 from .score import unrolled
@@ -31,6 +32,15 @@ def scored_tokens(batch: TrainBatch, steps: int) -> Tensor:
     """How many tokens each unrolled step scores: `[steps]`, known before any forward."""
     k = torch.arange(steps, device=batch.lengths.device)
     return (batch.reply_lens[:, None] - 1 - k).clamp_min(0).sum(0)
+
+
+def check_unroll(family: str, most: int | None, unroll: int) -> None:
+    """Raises `UserError` unless a drafter of at most so many tokens a round learns all of them."""
+    if most is not None and unroll != most:
+        raise UserError(
+            f"train.unroll is {unroll}, and this drafter of family '{family}' drafts {most} tokens "
+            f"a round: what is not unrolled is not trained; take train.unroll {most}"
+        )
 
 
 class Scorer(nn.Module):
@@ -67,24 +77,26 @@ class Scorer(nn.Module):
             return self._scored(batch, steps, totals, second)
 
     def _scored(self, batch: TrainBatch, steps: int, totals: Tensor, second: bool) -> Scored:
-        x, head = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
+        x, heads = unrolled(self.drafter, self._p, batch, steps, self._objective.warp_draft)
         objective = self._objective.then if second else self._objective.token
         if isinstance(objective, str):
             rounds = rounds_of(batch, self._objective, self.drafter.one_pass)
             function = {"rounds": rounds_loss, "accepted_length": accepted_loss}[objective]
-            total, measured = function(x, head, rounds)
+            total, measured = function(x, heads, rounds)
             return Scored(total / totals[0].clamp_min(1), measured, list(x.token))
         assert objective is not None
-        weight = self._weights(batch, x, head, totals)
-        loss, measured = weighted_loss(x, head, objective, weight)
+        weight = self._weights(batch, x, heads, totals)
+        loss, measured = weighted_loss(x, heads, objective, weight)
         return Scored(loss, measured, list(x.token))
 
-    def _weights(self, batch: TrainBatch, x: Unrolled, head: Head, totals: Tensor) -> list[Tensor]:
+    def _weights(
+        self, batch: TrainBatch, x: Unrolled, heads: Heads, totals: Tensor
+    ) -> list[Tensor]:
         """Weight of every scored token, K x `[N_k]`, its share of the global counts included."""
         section = self._section
         if section.position_weights == "product":
             index, inside = al.start_index(batch.first, batch.reply_lens - 1, len(totals))
-            log_q = measure(x, head).log_q  # [K, R]
+            log_q = measure(x, heads).log_q  # [K, R]
             found = al.by_position(log_q, len(totals), self.drafter.one_pass)
             each = al.position_weights(
                 al.from_tokens(found, index, inside), inside, section.product_floor

@@ -17,6 +17,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`, empty if it has none. Raises `UserError` for a damaged one."""
+    return read_config(folder) if (folder / "config.json").exists() else {}
+
+
 def old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE as readers from before transformers 5 look for it (field report B127)."""
     plain = rope.get("rope_type", "default") == "default"

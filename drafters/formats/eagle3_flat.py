@@ -15,12 +15,46 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ...configs.errors import UserError
+from ...data.target import Target
+from ..about import About
 from ..eagle3 import Eagle3Drafter
-from .config import old_rope, read_config
-from .tensors import check_tensors, read_tensors, write_tensors
+from .config import config_of, old_rope, read_config
+from .fits import check_rows, check_taps, check_width
+from .tensors import check_tensors, read_tensors, weights_file, write_tensors
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SHARED = "embed_tokens.weight"
+
+
+def claims(folder: Path) -> bool:
+    """Whether the folder's configuration is that of such a head."""
+    raw = config_of(folder)
+    named = " ".join(raw.get("architectures") or ())
+    return "Eagle3" in named or "eagle_config" in raw or "draft_vocab_size" in raw
+
+
+def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
+    found = read_taps(read_config(folder), folder / "config.json", about.taps)
+    check_taps(folder, found, num_layers - 1)
+    return found
+
+
+def shape(folder: Path, target: Target, about: About) -> Eagle3Drafter:
+    raw, path = read_config(folder), folder / "config.json"
+    weights_file(folder)
+    config, found = layer_config(raw, path), read_taps(raw, path, about.taps)
+    name = f"'{target.provenance['name']}'"
+    check_taps(folder, found, target.num_layers - 1, name)
+    check_width(folder, raw.get("hidden_size"), target)
+    check_rows(folder, int(raw.get("vocab_size", 0)), target)
+    size = int(raw.get("draft_vocab_size") or raw["vocab_size"])
+    return Eagle3Drafter(config, found, torch.arange(size))
+
+
+def read_for(folder: Path, target: Target, about: About) -> Eagle3Drafter:
+    with torch.device("meta"):
+        shape(folder, target, about)  # which refuses what does not fit
+    return read(folder, target.embedding.cpu(), about.taps)
 
 
 def write(drafter: Eagle3Drafter, folder: Path, dtype: torch.dtype) -> None:

@@ -11,9 +11,36 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ...configs.errors import UserError
 from ...data.parts import cpu_copy
+from ...data.target import Target
+from ..about import About
 from ..adapters import ADAPTER, merged, write_adapter
 from ..causal import CausalDrafter
-from .config import old_rope
+from .config import config_of, old_rope
+
+
+def claims(folder: Path) -> bool:
+    """Whether the folder has a model's configuration: what no head claims is a language model."""
+    return "model_type" in config_of(folder)
+
+
+def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
+    """It reads none."""
+    return ()
+
+
+def shape(folder: Path, target: Target, about: About) -> CausalDrafter:
+    """With `about.draft_ids`, None for all tokens."""
+    text_config(folder)
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    )
+    ids = about.draft_ids
+    return CausalDrafter(model, None if ids is None else torch.tensor(ids))
+
+
+def read_for(folder: Path, target: Target, about: About) -> CausalDrafter:
+    drafter, ids = read(folder), about.draft_ids
+    return drafter if ids is None else CausalDrafter(drafter.model, torch.tensor(ids))
 
 
 def write(drafter: CausalDrafter, folder: Path, dtype: torch.dtype) -> None:

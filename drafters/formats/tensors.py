@@ -25,6 +25,15 @@ def weights_file(folder: Path) -> Path:
     return path
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """All files of a folder that hold weights, of whichever kind there is."""
+    kinds = ("*.safetensors", "*.pt", "*.bin")
+    found = next((files for kind in kinds if (files := sorted(folder.glob(kind)))), [])
+    if not found:
+        raise UserError(f"{folder} holds no weights ({', '.join(kinds)})")
+    return found
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of the folder's weight file. Raises `UserError` if it is absent or cut off."""
     path = weights_file(folder)

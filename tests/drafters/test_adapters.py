@@ -33,7 +33,8 @@ from draftsmith.drafters.batch import collate
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter, weights_hash
 from draftsmith.drafters.distribution import DraftVocabularyP
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.scripts.publish import publish
 from draftsmith.train.objective import bind_objective
 from draftsmith.train.step import Scorer, scored_tokens

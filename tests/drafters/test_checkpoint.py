@@ -237,7 +237,7 @@ def test_a_cut_off_file_is_refused(
         load_drafter(part, tiny_target)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", OWN])
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
 def test_a_missing_file_is_refused(
     saved: tuple[Drafter, Path], tiny_target: Target, tmp_path: Path, name: str
 ) -> None:
@@ -246,6 +246,21 @@ def test_a_missing_file_is_refused(
     (part / name).unlink()
     with pytest.raises(UserError, match=str(part)):
         load_drafter(part, tiny_target)
+
+
+def test_without_our_file_it_is_what_others_published(
+    saved: tuple[Drafter, Path], tiny_target: Target, tmp_path: Path
+) -> None:
+    drafter, folder = saved
+    part = shutil.copytree(folder, tmp_path / "part")
+    (part / OWN).unlink()
+    again = load_drafter(part, tiny_target)
+    if drafter.draft_ids is not None and drafter.family == "causal":
+        assert again.draft_ids is None, "no layout of a language model has place for them"
+    else:
+        assert torch.equal(drafted(again), drafted(drafter))
+    with pytest.raises(UserError, match="no drafter folder of ours"):
+        read_own(part)
 
 
 def test_a_folder_of_another_version_or_family(

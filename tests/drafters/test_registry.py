@@ -11,7 +11,8 @@ from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.drafters.registry import family_config, new_drafter, resolved_taps
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter, resolved_taps
 
 
 def records() -> list[Record]:

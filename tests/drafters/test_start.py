@@ -24,8 +24,7 @@ from draftsmith.drafters.causal import CausalConfig
 from draftsmith.drafters.checkpoint import OWN, load_drafter, save_drafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.lookup import LookupConfig
-from draftsmith.drafters.registry import resolved_taps
-from draftsmith.drafters.start import start_identity
+from draftsmith.drafters.start import resolved_taps, start_identity
 
 TOLERANCE = 1e-5
 
@@ -156,7 +155,7 @@ def test_a_head_that_names_no_layers(
     assert resolved_taps(config_for(place, "eagle3", taps=list(TAPS)), 4) == TAPS
     with pytest.raises(UserError, match=r"layer_ids' is missing; .*name in drafter\.taps the"):
         begun(place, "eagle3", tiny_target)
-    with pytest.raises(UserError, match=r"reads the layers \[0, 1, 9\], those of the target are"):
+    with pytest.raises(UserError, match=r"reads the layers \[0, 1, 9\], those of '.*' are 0 to 3"):
         begun(place, "eagle3", tiny_target, taps=[0, 1, 9])
 
 

@@ -15,7 +15,8 @@ from draftsmith.configs.errors import UserError
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import save_drafter
 from draftsmith.drafters.lookup import LookupConfig, LookupDrafter
-from draftsmith.drafters.registry import family_config, resolved_taps
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import resolved_taps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,8 +39,11 @@ def lm(target_folder: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"taps": [0, 1, 1]}, r"drafter\.taps \[0, 1, 1\] are other layers than the \[0, 1, 2\]"),
-        ({"draft_vocab_size": 90}, r"draft_vocab_size 90 is another than the 82 tokens of drafter"),
+        (
+            {"taps": [0, 1, 1]},
+            r"taps \[0, 1, 1\] is another than the \[0, 1, 2\] of drafter\.start",
+        ),
+        ({"draft_vocab_size": 90}, r"draft_vocab_size 90 is another than the 82 of drafter"),
         ({"init": "random"}, r"drafter\.init 'random' begins anew and drafter\.start '.*' goes on"),
         ({"init": "target"}, r"drafter\.init 'target' begins anew and drafter\.start '.*' goes on"),
     ],
@@ -57,7 +61,7 @@ def test_a_head_and_options_that_say_otherwise(
         ({"layers": [0, 1, 3]}, r"layers \[0, 1, 3\] are 3, and drafter\.start '.*' has 2 layers"),
         (
             {"draft_vocab_size": 90},
-            r"draft_vocab_size 90 is another than the 400 tokens of drafter",
+            r"draft_vocab_size 90 is another than the 400 of drafter",
         ),
     ],
 )

@@ -10,13 +10,8 @@ from echoes import echoing
 from draftsmith.configs.errors import UserError
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
-from draftsmith.drafters.registry import (
-    UntrainedConfig,
-    family_config,
-    new_drafter,
-    resolved_taps,
-    untrained_drafter,
-)
+from draftsmith.drafters.registry import UntrainedConfig, family_config, untrained_drafter
+from draftsmith.drafters.start import new_drafter, resolved_taps
 from draftsmith.eval.decode import DecodeSettings, decode
 
 SECTIONS: list[dict[str, Any]] = [

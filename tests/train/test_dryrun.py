@@ -25,7 +25,8 @@ from draftsmith.data.records import Record
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
 from draftsmith.drafters.checkpoint import save_drafter
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.train import dryrun
 from draftsmith.train.blueprint import drafter_shapes, target_shapes
 from draftsmith.train.dryrun import DryRun, dry_run

@@ -66,7 +66,7 @@ HARMS: list[tuple[str, Callable[[Path], Any] | None, dict[str, Any], str]] = [
     ("eagle3", lambda f: set_config(f, hidden_size=64), {}, "reads states of width 64"),
     ("eagle3", lambda f: set_config(f, norm_before_residual=True), {}, "norm_before_residual"),
     ("eagle3", lambda f: set_config(f, **NO_LAYERS), {}, "name in drafter.taps"),
-    ("eagle3", None, {"taps": [0, 1, 1]}, "are other layers than"),
+    ("eagle3", None, {"taps": [0, 1, 1]}, r"is another than the \[0, 1, 2\] of"),
     ("lm", lambda f: set_config(f, model_type="unheard"), {}, "cannot load draft LM"),
     ("lm", recurrent, {}, "cannot draft: .* keeps a recurrent state"),
 ]

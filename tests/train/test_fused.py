@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from draftsmith.train import accepted_length as al
 from draftsmith.train import chunks, fused, losses
-from draftsmith.train.chunks import Head, Unrolled
+from draftsmith.train.chunks import Head, Heads, Unrolled, of_steps
 from draftsmith.train.fused import Rounds
 
 LENGTHS = (5, 0, 1, 9, 3)  # reply tokens after the first one
@@ -31,21 +31,24 @@ class Case:
     """K unrolled steps over a few replies, float64, with everything an eager form needs."""
 
     x: Unrolled
-    head: Head
+    head: Heads
     rounds: Rounds
     log_p: Tensor  # [R, V_d]
 
     @property
     def leaves(self) -> list[Tensor]:
-        found = [*self.x.hidden, self.head.weight, self.head.bias]
+        heads = {id(head): head for head in of_steps(self.x, self.head)}.values()
+        found = [*self.x.hidden, *(t for head in heads for t in (head.weight, head.bias))]
         return [t for t in found if t is not None and t.requires_grad]
 
     def logits(self, step: int) -> Tensor:
-        return self.head.logits(F.linear(self.x.hidden[step], self.head.weight, self.head.bias))
+        head = of_steps(self.x, self.head)[step]
+        return head.logits(F.linear(self.x.hidden[step], head.weight, head.bias))
 
 
 def make(one_pass: bool = False, block: bool = False, cap: bool = False, frozen: bool = False,
-         steps: int = GAMMA, dtype: torch.dtype = torch.float64) -> Case:  # fmt: skip
+         steps: int = GAMMA, dtype: torch.dtype = torch.float64,
+         several: bool = False) -> Case:  # fmt: skip
     torch.manual_seed(3)
     length = torch.tensor(LENGTHS)
     replies = length + 1
@@ -61,13 +64,15 @@ def make(one_pass: bool = False, block: bool = False, cap: bool = False, frozen:
     log_p = full[:, :WIDTH]
     weight = torch.randn(WIDTH, HIDDEN, dtype=dtype, requires_grad=not frozen)
     bias = torch.randn(WIDTH, dtype=dtype, requires_grad=not frozen)
-    finish: Callable[[Tensor], Tensor] = (
-        (lambda z: 2.0 * torch.tanh(z / 2.0) / 0.7) if cap else (lambda z: z)
-    )
+    finish = (lambda z: 2.0 * torch.tanh(z / 2.0) / 0.7) if cap else (lambda z: z)
     index, inside = al.start_index(first, length, GAMMA)
+    head: Heads = Head(weight, bias, finish)
+    if several:  # the last one reads two steps
+        other = Head(torch.randn(WIDTH, HIDDEN, dtype=dtype, requires_grad=True), None, finish)
+        head = [head, *[other] * (len(token) - 1)]
     return Case(
         Unrolled(hidden, token, lambda at: log_p[at], column, WIDTH),
-        Head(weight, bias, finish),
+        head,
         Rounds(index, inside, length, one_pass, block),
         log_p,
     )
@@ -87,9 +92,6 @@ def same(case: Case, lean: Tensor, eager: Tensor, rtol: float = 1e-9) -> None:
     assert any(float(g.abs().max()) > 1e-3 for g in wanted)
     for mine, theirs in zip(gradients(lean, case), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
-
-
-# ---- eager forms
 
 
 def eager_ratio(case: Case) -> tuple[Tensor, Tensor]:
@@ -142,9 +144,9 @@ def eager_accepted(case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("name", sorted(losses.OBJECTIVES))
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
-def test_per_token_objectives_equal_the_eager_ones(name: str, frozen: bool) -> None:
-    case = make(frozen=frozen)
+@pytest.mark.parametrize("heads", ["trained", "frozen", "several"])
+def test_per_token_objectives_equal_the_eager_ones(name: str, heads: str) -> None:
+    case = make(frozen=heads == "frozen", several=heads == "several")
     function = losses.OBJECTIVES[name]
 
     def loss(log_p: Tensor, logits: Tensor, column: Tensor) -> Tensor:
@@ -163,13 +165,13 @@ def test_per_token_objectives_equal_the_eager_ones(name: str, frozen: bool) -> N
 
 
 @pytest.mark.parametrize("cap", [False, True], ids=["plain", "soft cap and temperature"])
-@pytest.mark.parametrize("one_pass", [False, True], ids=["head", "draft LM"])
+@pytest.mark.parametrize("family", ["head", "several heads", "draft LM"])
 @pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
 @pytest.mark.parametrize("kind", ["rounds", "accepted_length"])
 def test_objectives_on_accepted_length_equal_the_eager_ones(
-    kind: str, block: bool, one_pass: bool, cap: bool
+    kind: str, block: bool, family: str, cap: bool
 ) -> None:
-    case = make(one_pass, block, cap)
+    case = make(family == "draft LM", block, cap, several=family == "several heads")
     lean_of, eager_of = {
         "rounds": (fused.rounds_loss, eager_rounds),
         "accepted_length": (fused.accepted_loss, eager_accepted),
@@ -393,5 +395,6 @@ def test_the_sums_do_not_record_how_they_came_about(
         lean = fused.rounds_loss if kind == "rounds" else fused.accepted_loss
         lean(case.x, case.head, case.rounds)
     (grads,) = found
-    assert grads.weight is not None and grads.bias is not None
-    assert not any(t.requires_grad for t in (grads.weight, grads.bias, *grads.hidden))
+    (own,) = grads.of_heads.values()
+    assert own.weight is not None and own.bias is not None
+    assert not any(t.requires_grad for t in (own.weight, own.bias, *grads.hidden))

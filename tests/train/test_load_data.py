@@ -23,7 +23,8 @@ from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.batch import check_identity
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.train import run
 from draftsmith.train.batches import ahead
 from draftsmith.train.checkpoints import checkpoints

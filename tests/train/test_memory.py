@@ -18,7 +18,8 @@ from draftsmith.drafters.base import TrainBatch
 from draftsmith.drafters.batch import collate
 from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Drafter
-from draftsmith.drafters.registry import family_config, new_drafter
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.scripts.bench_losses import resident
 from draftsmith.train.blueprint import drafter_shapes, target_shapes
 from draftsmith.train.memory import extents, memory, saved, weights

@@ -11,7 +11,7 @@ from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.causal import CausalConfig
-from draftsmith.drafters.registry import new_drafter
+from draftsmith.drafters.start import new_drafter
 from draftsmith.train.objective import Objective, bind_objective
 from draftsmith.train.score import Conversation, score
 from draftsmith.train.validate import TAU, held_out_figures

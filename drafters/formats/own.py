@@ -1,0 +1,64 @@
+"""The layout of drafters that no engine reads: weights by our names, options in `draftsmith.json`.
+
+A drafter is built as a recipe with those options would build it, and every weight is replaced.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...configs.errors import UserError
+from ...data.target import Target
+from ..about import OWN, About
+from ..base import Drafter
+from ..registry import FAMILIES, FamilyConfig, family_config
+from .tensors import check_tensors, read_tensors, write_tensors
+
+
+def claims(folder: Path) -> bool:
+    """Only `draftsmith.json` tells of it."""
+    return False
+
+
+def config_of(folder: Path, about: About) -> FamilyConfig:
+    """The options that the folder's drafter was built by."""
+    return family_config({"family": about.family, **(about.options or {})}, str(folder / OWN))[1]
+
+
+def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
+    return config_of(folder, about).resolved_taps(num_layers)
+
+
+def shape(folder: Path, target: Target, about: About) -> Drafter:
+    """The drafter as it would begin, with the draft vocabulary of the folder."""
+    assert about.family is not None
+    ids = None if about.draft_ids is None else torch.tensor(about.draft_ids)
+    config = config_of(folder, about)
+    return FAMILIES[about.family].build(target, config, ids)
+
+
+def read(folder: Path, target: Target, about: About) -> Drafter:
+    drafter = shape(folder, target, about)
+    assert isinstance(drafter, nn.Module)
+    found = read_tensors(folder)
+    expected = {name: tuple(p.shape) for name, p in written(drafter).items()}
+    check_tensors(expected, found, folder)
+    dtypes = {tensor.dtype for tensor in found.values()}
+    if len(dtypes) != 1:
+        raise UserError(f"{folder}: tensors of several precisions, {sorted(map(str, dtypes))}")
+    for name, parameter in drafter.named_parameters():
+        value = found.get(name, parameter.data).to(dtype=next(iter(dtypes)))
+        parameter.data = value.to(parameter.device)
+    return drafter
+
+
+def written(drafter: Any) -> dict[str, torch.Tensor]:
+    """The drafter's own weights; what it shares with the target is not among them."""
+    shared = set(drafter.shared)
+    return {n: p.detach() for n, p in drafter.named_parameters() if n not in shared}
+
+
+def write(drafter: Any, folder: Path, dtype: torch.dtype) -> None:
+    write_tensors({n: t.to(dtype) for n, t in written(drafter).items()}, folder)
