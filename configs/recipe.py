@@ -5,6 +5,7 @@ in Python is as safe as one read from a file; what is out of range raises `Optio
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,6 +190,18 @@ class PublishSection:
     """Precision of the written weights."""
     licence: str = "apache-2.0"
     """The licence named on the model card, as the Hub spells it."""
+    base_model: str | None = None
+    """The target's name on the Hub; null takes the one it was loaded by, if that is one."""
+    max_shard_size: str = "5GB"
+    """Weights beyond this are written as several files."""
+    speculators: bool = False
+    """Writes an EAGLE-3 head in the layout of the speculators library, too, into the subfolder
+    `speculators`: with it, `vllm serve` takes target and draft length from the draft."""
+
+    def __post_init__(self) -> None:
+        named = re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", self.max_shard_size)
+        accepted = "a size such as 5GB (KB, MB, GB, TB)"
+        require(named is not None, "max_shard_size", self.max_shard_size, accepted)
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,56 @@ class _SlabLayer(CacheLayerMixin):
         return -1
 
 
+class _JoinedLayer(CacheLayerMixin):
+    """One layer's keys and values of a pass, given out behind those of passes `before`."""
+
+    is_sliding = False
+
+    def __init__(self, before: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.before = before
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to allocate."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        pairs = [*self.before, (key_states, value_states)]
+        return torch.cat([k for k, _ in pairs], 2), torch.cat([v for _, v in pairs], 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return sum(keys.shape[2] for keys, _ in self.before)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class JoinedCache(Cache):
+    """Keys and values of one pass of some `layers` behind known ones, for gradients: nothing is
+    written over.
+
+    known: of all passes before, each layer's keys `[B, KV, S, d]` and values in turns.
+    """
+
+    def __init__(self, layers: Sequence[int], known: Sequence[Tensor] = ()):
+        pairs = list(zip(known[::2], known[1::2], strict=True))
+        before = {layer: pairs[i :: len(layers)] for i, layer in enumerate(layers)}
+        self._run = [_JoinedLayer(before.get(i, ())) for i in range(max(layers) + 1)]
+        self._of = layers
+        super().__init__(layers=list(self._run))
+
+    @property
+    def own(self) -> list[Tensor]:
+        """This pass's, as `known` has them."""
+        written = [(self._run[i].keys, self._run[i].values) for i in self._of]
+        return [t for pair in written for t in pair if t is not None]
+
+
 class SlabCache(Cache):
     """KV cache of `rows` sequences with per-row lengths.
 

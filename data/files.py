@@ -77,3 +77,14 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, readable and with a stable key order of its own making."""
     with whole_file(path) as part:
         part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def size_text(size: float) -> str:
+    """A number of bytes as people read it: 663 B, 1.2 kB, 39.3 MB, 1.2 GB."""
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} GB"

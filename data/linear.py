@@ -56,15 +56,18 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear` for inference that uses the measured form for up to `COUNTS[-1]` rows."""
+    """`nn.Linear` that uses the measured form for up to `COUNTS[-1]` rows.
+
+    Its weight is for inference only; where its input wants a gradient it is as any other.
+    """
 
     forms: dict[int, Form]
     packed: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if not 0 < rows <= COUNTS[-1]:
-            return super().forward(input)
+        if not 0 < rows <= COUNTS[-1] or (input.requires_grad and torch.is_grad_enabled()):
+            return super().forward(input)  # not every form can be differentiated
         count = rows if rows <= FEW else COUNTS[bisect_left(COUNTS, rows)]
         name, computed = self.forms[count]
         x = input.reshape(rows, self.in_features)

@@ -85,6 +85,7 @@ class ServerBackend:
         eos_ids: end tokens of the target, which a finished reply has as its last token.
         vocab_size: ids that exist; a reply with others is refused.
         longest: tokens of the longest conversation that may be asked.
+        seen: called with every request and all that the server answers it.
     Raises:
         UserError: the package openai is missing.
     """
@@ -96,6 +97,7 @@ class ServerBackend:
         eos_ids: Sequence[int],
         vocab_size: int,
         longest: int,
+        seen: Callable[[Request, dict[str, Any]], None] = lambda request, reply: None,
     ) -> None:
         if not section.addresses:
             raise ValueError("no addresses: take those that served.serving(section) yields")
@@ -103,6 +105,7 @@ class ServerBackend:
         self._section = section
         self._reader = Reader(tokenizer, eos_ids, vocab_size)
         self._longest = longest
+        self._seen = seen
         self._temperatures: set[float] = set()
         self._servers: dict[tuple[str, Keep], Server] = {}
         self._lost: dict[str, str] = {}
@@ -258,6 +261,7 @@ class ServerBackend:
             ) from error
         if told.finish not in ("stop", "length"):
             raise _Down(f"{server.address} broke off its reply to {about} ({told.finish})")
+        self._seen(query.request, reply)
         return told
 
     async def _received(self, sent: Awaitable[Any], address: str, about: str) -> Any:

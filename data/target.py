@@ -180,11 +180,19 @@ def finish_logits(config: Any, logits: Tensor) -> Tensor:
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         logits = torch.tanh(logits / cap) * cap
-    scale = getattr(config, "logit_scale", None)
-    if scale is not None:
-        logits = logits * scale
-    divisor = getattr(config, "logits_scaling", None)
-    return logits / divisor if divisor is not None else logits
+    scale, divisor = _scaling(config)
+    logits = logits if scale is None else logits * scale
+    return logits if divisor is None else logits / divisor
+
+
+def logit_factor(config: Any) -> float:
+    """What `finish_logits` multiplies by; 1.0 for most families."""
+    scale, divisor = _scaling(config)
+    return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+
+
+def _scaling(config: Any) -> tuple[float | None, float | None]:
+    return getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
 
 
 def _store_output(captured: dict[int, Tensor], layer: int) -> Callable[..., None]:

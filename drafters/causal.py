@@ -1,4 +1,4 @@
-"""Standalone draft LM: the target's embeddings, some of its layers, its norm and head.
+"""Standalone draft LM: parts of the target, a published one, or one of sizes that a recipe gives.
 
 Works for any decoder-only architecture of transformers. A reduced draft vocabulary makes the head
 cheaper in our own loop; no serving engine reads one, so `publish` refuses it by name.
@@ -6,7 +6,7 @@ cheaper in our own loop; no serving engine reads one, so `publish` refuses it by
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,6 +22,7 @@ from ..data.warp import float32_or_better
 from .adapters import LoraSection, adapted
 from .base import Step, TrainBatch
 from .cached import CachedText, unroll_text
+from .sized import check_sizes, sized_model
 from .vocab import check_floor
 
 
@@ -38,6 +39,9 @@ class CausalConfig:
     start: str | None = None
     """Goes on from a causal LM, its folder or Hub id, which decides what is left unset here; null
     copies parts of the target."""
+    config: dict[str, Any] | None = None
+    """Begins with layers of noise by a configuration of transformers, such as {model_type: llama,
+    hidden_size: 256, ...}; what is left out of tokens and positions is the target's."""
     lora: LoraSection | None = None
     """Trains a low-rank adapter and nothing else; null trains all weights."""
 
@@ -46,6 +50,15 @@ class CausalConfig:
 
     def __post_init__(self) -> None:
         check_floor(self.domain_floor)
+        if self.config is None:
+            return
+        for name in ("layers", "start", "lora"):
+            if getattr(self, name) is not None:
+                raise UserError(
+                    f"drafter.config begins a model of its own, which drafter.{name} is not for; "
+                    "leave one of them out"
+                )
+        check_sizes(self.config)
 
     @property
     def vocab_size(self) -> int | None:
@@ -96,7 +109,9 @@ class CausalDrafter(nn.Module):
     def from_target(
         cls, target: Target, config: CausalConfig, draft_ids: Tensor | None
     ) -> "CausalDrafter":
-        """Copy embeddings, the chosen layers, norm and head of `target`."""
+        """Copy embeddings, the chosen layers, norm and head of `target`, or begin by `config`."""
+        if config.config is not None:
+            return cls(sized_model(config.config, target), draft_ids)
         layers = config.resolved_layers(target.num_layers)
         kept = copy.deepcopy(target.model.config)
         text = kept.get_text_config(decoder=True)
@@ -180,7 +195,7 @@ class CausalDrafter(nn.Module):
     # ---- training
 
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
-        return unroll_text(self.body, batch)
+        return unroll_text(self.body, replace(batch, ids=self._known(batch.ids)))
 
     # ---- decoding
 
@@ -216,10 +231,13 @@ class CausalDrafter(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         return float32_or_better(self.head(hidden))
 
-    def _forward(self, ids: Tensor, cache: SlabCache, branch: Branch | None) -> Tensor:
+    def _known(self, ids: Tensor) -> Tensor:
         # A tokenizer of more tokens than the draft knows: what is unknown reads as its last one.
         known = cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
-        ids = ids.clamp_max(known - 1)
+        return ids.clamp_max(known - 1)
+
+    def _forward(self, ids: Tensor, cache: SlabCache, branch: Branch | None) -> Tensor:
+        ids = self._known(ids)
         cache.begin(ids.shape[1], branch)
         eager = self.model.config._attn_implementation == "eager"
         out: Any = self.body(

@@ -1,8 +1,9 @@
 """Save and load drafters. A saved drafter *is* its engine layout, plus one file of our own.
 
 `draftsmith.json` names the family, its options, the target it was trained for (tokenizer hash
-included) and, where the layout has no place for them, the ids of its draft vocabulary. Everything
-else is what engines read. Folders that others published are read as they are.
+included), what of it is the target's own and, where the layout has no place for them, the ids of
+its draft vocabulary. Everything else is what engines read. Folders that others published are read
+as they are.
 
 A family that has nothing to train keeps its options, and nothing else: loading it makes it anew
 from the target at hand.
@@ -18,6 +19,7 @@ import torch
 
 from ..configs.errors import UserError, did_you_mean
 from ..data.files import whole_folder
+from ..data.shelves import sha256
 from ..data.target import Target
 from .about import FORMAT, OWN, About, about
 from .base import Drafter
@@ -47,6 +49,7 @@ def save_drafter(
             "target": dict(target.provenance),
             "trained": dict(trained),
             "draft_ids": None,
+            "shared": list(drafter.shared),
         }
         if drafter.layout is not None:
             write = LAYOUTS[drafter.layout].write
@@ -113,10 +116,7 @@ def weights_hash(folder: Path) -> str:
     if known.own is not None and known.layout is None:
         said = {"family": known.family, "options": known.options}
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    digests = []
-    for path in weight_files(folder):
-        with path.open("rb") as handle:
-            digests.append(hashlib.file_digest(handle, "sha256").hexdigest())
+    digests = [sha256(path) for path in weight_files(folder)]
     return (
         digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     )

@@ -1,4 +1,4 @@
-"""The one layer of an EAGLE-3 head, and which pairs it sees in training-time test."""
+"""The layers of an EAGLE-3 head, and which pairs they see in training-time test."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,34 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from .base import TrainBatch, supervised_at
 
 
-class Attention(nn.Module):
-    """Self-attention over `[embedding; state]`, twice the hidden size wide at its input."""
+@dataclass(frozen=True)
+class Norms:
+    """Where published heads norm beside what the paper says, by the names of their configurations.
 
-    def __init__(self, config: LlamaConfig):
+    `Eagle3Config` says what each means.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class Attention(nn.Module):
+    """Self-attention over what is `width` wide: `[embedding; state]`, or a state."""
+
+    def __init__(self, config: LlamaConfig, width: int):
         super().__init__()
-        h, self.heads = config.hidden_size, config.num_attention_heads
+        h, self.heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
         self.kv_heads = config.num_key_value_heads or self.heads
         self.d = d = config.head_dim or h // self.heads
-        self.q_proj = nn.Linear(2 * h, self.heads * d, bias=False)
-        self.k_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
-        self.v_proj = nn.Linear(2 * h, self.kv_heads * d, bias=False)
-        self.o_proj = nn.Linear(self.heads * d, h, bias=False)
+        self.q_proj = nn.Linear(width, self.heads * d, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(self.heads * d, h, bias=bias)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `[B, n, 2h] -> [B, H|KV, n, d]`."""
+        """Rotated queries and keys, and values: `[B, n, width] -> [B, H|KV, n, d]`."""
         shape = (*x.shape[:-1], -1, self.d)
         q = self.q_proj(x).view(shape).transpose(1, 2)  # [B, H, n, d]
         k = self.k_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
@@ -39,26 +52,57 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
-    """One Llama layer, but for its attention's input and a norm of the state's own."""
+class Block(nn.Module):
+    """A Llama layer over states of pairs, but for what its attention reads."""
 
-    def __init__(self, config: LlamaConfig):
+    post_attention_layernorm: LlamaRMSNorm
+
+    def __init__(self, config: LlamaConfig, width: int):
         super().__init__()
-        h, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, width)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(h, eps=eps)
-        self.hidden_norm = LlamaRMSNorm(h, eps=eps)
-        self.post_attention_layernorm = LlamaRMSNorm(h, eps=eps)
 
-    def inputs(self, embedding: Tensor, state: Tensor) -> Tensor:
-        """The attention's input `[B, n, 2h]` from embeddings and states `[B, n, h]`."""
-        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], -1)
+    def inputs(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads `[B, n, width]`, and what it is added to `[B, n, h]`.
+
+        Of embeddings and states `[B, n, h]`.
+        """
+        raise NotImplementedError
 
     def finish(self, state: Tensor, attended: Tensor) -> Tensor:
         """Residual and MLP behind the attention: the layer's un-normed output `[B, n, h]`."""
         state = state + attended
         return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class Layer(Block):
+    """The first layer: it reads the embedding beside the state, each with a norm of its own."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool = False):
+        h, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, 2 * h)
+        self.input_layernorm = LlamaRMSNorm(h, eps=eps)
+        self.hidden_norm = LlamaRMSNorm(h, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(h, eps=eps)
+        self.norm_before_residual = norm_before_residual
+
+    def inputs(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(state)
+        read = torch.cat([self.input_layernorm(embedding), normed], -1)  # [B, n, 2h]
+        return read, normed if self.norm_before_residual else state
+
+
+class LaterLayer(Block):
+    """A layer behind the first: an ordinary one, over the state alone."""
+
+    def __init__(self, config: LlamaConfig):
+        h, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, h)
+        self.input_layernorm = LlamaRMSNorm(h, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(h, eps=eps)
+
+    def inputs(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input_layernorm(state), state
 
 
 @dataclass(frozen=True)
@@ -91,17 +135,28 @@ class Window:
         shape[dim] = self.column.shape[1]
         return x.take_along_dim(self.column.view(shape), dim)
 
-    def visible(self, k: int) -> Tensor:
+    def context(self) -> Tensor:
+        """Keys that each pair sees in step 0: `[T-1, T-1]`, of packed rows `[B, 1, T-1, T-1]`."""
+        before = self.at <= self.at[:, None]  # [T-1, T-1]
+        if not self.batch.packed:
+            return before
+        of = self.batch.conversation[:, :-1]  # [B, T-1]
+        return (before & (of[:, None] == of[:, :, None]))[:, None]
+
+    def visible(self, k: int, since: int = 1) -> Tensor:
         """Keys seen by step k: `[W, S]` with S = T-1 + k*W, or `[B, 1, W, S]` of packed rows.
 
-        Step 0's keys up to pair t - k (true states), then of every step j = 1..k the one key at
+        `since` is the first step whose keys are not among those of the true states: from 0 on, S is
+        larger by W.
+
+        Step 0's keys up to pair t - k (true states), then of every step j = since..k the one key at
         pair t - k + j: exactly what decoding has in its cache k tokens into a round. In packed rows
         the former of its own conversation alone. The latter need no more care, nor does what a pair
         is given from the pair before: a scored pair's round began within its conversation.
         """
         own = self.column[..., None]  # [., W, 1]
         early = self.at <= own - k  # [., W, T-1]
-        late = [self.column[..., None, :] == own - k + j for j in range(1, k + 1)]  # [., W, W]
+        late = [self.column[..., None, :] == own - k + j for j in range(since, k + 1)]  # [., W, W]
         if not self.batch.packed:
             return torch.cat([early, *late], -1)
         of = self.batch.conversation[:, :-1]  # [B, T-1], of a pair's state

@@ -5,25 +5,21 @@ weights were measured, and it says which draft sampling its acceptance belongs t
 engines choose another one by default.
 """
 
-import json
-import re
-from collections.abc import Callable
-from pathlib import PurePosixPath, PureWindowsPath
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from ..configs.errors import UserError, did_you_mean
+from .card_commands import SERVING, Served
+from .card_notes import data_summary, licence_note, reproduction
+from .public import one_line, public
 
 Report = dict[str, Any]
 
 TAGS = ("speculative-decoding", "draft")
 UNNAMED = "OWNER/DRAFT"
 
-# A path inside a sentence: "Q8_0 from /models/x.gguf", "(~/x)", "file:///x", "C:\\x".
-_PATH = re.compile(
-    r"(?:(?<=^)|(?<=[\s\"'(=,:]))(?:file:/+|~/|\.{1,2}/|/|[A-Za-z]:[\\/])[^\s\"'),]+"
-)
 _MISSING = "–"
 
 
@@ -34,29 +30,37 @@ def model_card(
     license: str,
     *,
     repo_id: str | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    note: str | None = None,
 ) -> str:
     """README.md of a published draft, YAML front matter included.
 
-    `report` is a report.json of format 1, `layout` one of LAYOUTS, `base_model` the target's Hub
-    name, `license` a Hub licence name such as "apache-2.0", `repo_id` where the draft will live.
-    Raises UserError for an unknown layout.
+    `report` is a report.json of format 1, `layout` one of SERVING, `base_model` the target's Hub
+    name, `license` a Hub licence name such as "apache-2.0", `repo_id` where the draft will live,
+    `recipe` that of the run, as `configs.load.to_dict` has it, `note` what engines do other than
+    was measured. Raises UserError for an unknown layout.
     """
-    if layout not in LAYOUTS:
-        known = did_you_mean(layout, tuple(LAYOUTS))
+    if layout not in SERVING:
+        known = did_you_mean(layout, tuple(SERVING))
         raise UserError(f"no model card for the layout '{layout}'{known}")
-    library, commands = LAYOUTS[layout]
-    base_model, repo_id = _public(base_model), repo_id or UNNAMED
-    gamma = report["settings"]["num_draft_tokens"]
+    serving = SERVING[layout]
+    base_model, repo_id = public(base_model), repo_id or UNNAMED
+    reduced = any(cell.get("captured_mass") is not None for cell in report["cells"])
+    served = Served(base_model, repo_id, report["settings"]["num_draft_tokens"], reduced)
     sections = [
-        _front_matter(report, library, base_model, license),
+        _front_matter(report, serving.library, base_model, license),
         _introduction(report, base_model, repo_id),
         _measured(report),
         _conditions(report),
-        _engines(report),
-        "## Serve\n\n" + commands(base_model, repo_id, gamma),
+        _engines(reduced and layout == "eagle3") if serving.sampled else "",
+        "## Serve\n\n" + serving.section(served),
+        note,
+        data_summary(report),
+        reproduction(report, recipe),
+        licence_note(report, base_model, license),
         _GLOSSARY,
     ]
-    return "\n\n".join(section.strip() for section in sections) + "\n"
+    return "\n\n".join(section.strip() for section in sections if section) + "\n"
 
 
 def _front_matter(report: Report, library: str, base_model: str, license: str) -> str:
@@ -86,7 +90,7 @@ def _introduction(report: Report, base_model: str, repo_id: str) -> str:
     if target.get("quantisation"):
         lines += [
             "",
-            f"**Measured against {_public(_format_of(target))} weights, dequantised to "
+            f"**Measured against {public(_format_of(target))} weights, dequantised to "
             f"{target['dtype']}**, not against the full-precision weights that the Hub keeps as "
             f"{base_model}. In front of other weights of the same model the draft stays lossless; "
             "its acceptance there was not measured.",
@@ -108,7 +112,7 @@ def _measured(report: Report) -> str:
         survival += [None] * (gamma - len(survival))
         rows.append(
             [
-                *(_cell(cell["domain"]), _cell(cell["law"]), str(cell["prompts"])),
+                *(one_line(cell["domain"]), one_line(cell["law"]), str(cell["prompts"])),
                 _interval(cell["overlap"], 3),
                 *(_number(value, 2) for value in survival),
                 _interval(cell["tokens_per_round"], 2),
@@ -118,7 +122,7 @@ def _measured(report: Report) -> str:
             ]
         )
     table = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
-    doubts = [f"- **Alarm:** {_cell(alarm)}" for alarm in report.get("alarms") or []]
+    doubts = [f"- **Alarm:** {one_line(alarm)}" for alarm in report.get("alarms") or []]
     text = "Held-out prompts; brackets hold bootstrap intervals over conversations."
     return "\n".join(["## Measured", "", text, "", *table, *([""] if doubts else []), *doubts])
 
@@ -151,7 +155,9 @@ def _conditions(report: Report) -> str:
         "prompts (sha256)": stand.get("prompts_sha256"),
         "draft weights (sha256)": draft.get("weights_sha256"),
     }
-    lines = [f"- {name}: {_cell(str(value))}" for name, value in facts.items() if value is not None]
+    lines = [
+        f"- {name}: {one_line(str(value))}" for name, value in facts.items() if value is not None
+    ]
     return "\n".join(["## These numbers hold for", "", *lines])
 
 
@@ -160,8 +166,7 @@ def _format_of(target: Report) -> str:
     return (target.get("quantisation") or "").removesuffix(", dequantised")
 
 
-def _engines(report: Report) -> str:
-    reduced = any(cell.get("captured_mass") is not None for cell in report["cells"])
+def _engines(greedy_in_sglang: bool) -> str:
     lines = [
         "## Engines draft greedily by default",
         "",
@@ -171,80 +176,13 @@ def _engines(report: Report) -> str:
         "p(argmax q) instead of Σ min(p, q): the output stays lossless, the numbers differ. At "
         "T = 0 both are the same.",
     ]
-    if reduced:
+    if greedy_in_sglang:
         lines[-1] += (
             " This draft has a reduced vocabulary: SGLang's rejection sampling does not take one, "
             "so there it drafts greedily."
         )
     return "\n".join(lines)
 
-
-# ----------------------------------------------------------------------------- commands
-
-
-def _fenced(language: str, text: str) -> str:
-    return f"```{language}\n{text.strip()}\n```"
-
-
-def _vllm(method: str, base_model: str, repo_id: str, gamma: int) -> str:
-    speculative = {
-        "method": method,
-        "model": repo_id,
-        "num_speculative_tokens": gamma,
-        "draft_sample_method": "probabilistic",
-    }
-    command = f"vllm serve {base_model} --speculative-config '{json.dumps(speculative)}'"
-    return "vLLM:\n\n" + _fenced("bash", command)
-
-
-def _sglang(algorithm: str, base_model: str, repo_id: str, gamma: int) -> str:
-    """A chain: one child a step, and the verified token besides the drafted ones."""
-    command = " \\\n  ".join(
-        [
-            f"python -m sglang.launch_server --model-path {base_model}",
-            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {repo_id}",
-            f"--speculative-num-steps {gamma} --speculative-eagle-topk 1",
-            f"--speculative-num-draft-tokens {gamma + 1}",
-        ]
-    )
-    return "SGLang:\n\n" + _fenced("bash", command)
-
-
-def _serve_eagle3(base_model: str, repo_id: str, gamma: int) -> str:
-    engines = (_vllm("eagle3", base_model, repo_id, gamma),)
-    return "\n\n".join([*engines, _sglang("EAGLE3", base_model, repo_id, gamma)])
-
-
-def _serve_transformers(base_model: str, repo_id: str, gamma: int) -> str:
-    """The length and the stop rule of transformers' assistant live on the assistant's config."""
-    text = f"""
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{base_model}")
-target = AutoModelForCausalLM.from_pretrained("{base_model}")
-draft = AutoModelForCausalLM.from_pretrained("{repo_id}")
-draft.generation_config.num_assistant_tokens = {gamma}
-draft.generation_config.num_assistant_tokens_schedule = "constant"
-draft.generation_config.assistant_confidence_threshold = 0.0
-
-messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-reply = target.generate(**inputs, assistant_model=draft, do_sample=True, max_new_tokens=128)
-print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-"""
-    own = "transformers (samples the draft by the same law as the target):"
-    return f"{own}\n\n{_fenced('python', text)}\n\n" + _vllm(
-        "draft_model", base_model, repo_id, gamma
-    )
-
-
-LAYOUTS: dict[str, tuple[str, Callable[[str, str, int], str]]] = {
-    "transformers": ("transformers", _serve_transformers),
-    "eagle3": ("draftsmith", _serve_eagle3),
-}
-"""Layout -> (the Hub's library_name, the section that says how to serve it)."""
 
 _GLOSSARY = """
 ## Glossary
@@ -259,21 +197,6 @@ _GLOSSARY = """
 """
 
 # ----------------------------------------------------------------------------- words
-
-
-def _public(text: str) -> str:
-    """`text` with every local path cut down to its last part; Hub names stay as they are."""
-    whole = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
-    local = whole.is_absolute() or whole.parts[:1] in (("~",), (".",), ("..",))
-    if local or (len(whole.parts) > 2 and " " not in text):
-        return whole.name
-    return _PATH.sub(lambda found: re.split(r"[\\/]", found.group().rstrip("\\/"))[-1], text)
-
-
-def _cell(text: str) -> str:
-    """One line of Markdown that cannot break a table or bring its own HTML; no local path."""
-    text = " ".join(_public(text).split())
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
 
 
 def _number(value: float | None, digits: int) -> str:

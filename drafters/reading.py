@@ -11,6 +11,7 @@ from ..data.target import Target
 from ..data.vocabulary import same_tokens
 from .about import About
 from .base import Drafter
+from .checksums import SUMS, verify_checksums
 from .formats.fits import check_ids
 from .formats.hf_causal import text_config
 from .layouts import LAYOUTS, layout_of
@@ -31,10 +32,12 @@ def check(folder: Path, target: Target, known: About) -> Drafter:
 def read(folder: Path, target: Target, known: About) -> Drafter:
     """The folder's drafter, in the precision of its weights and on the CPU.
 
-    Raises `UserError` as `check`, for weights that are incomplete or do not fit, and for draft
-    tokens that are none.
+    Raises `UserError` as `check`, for weights that are incomplete or do not fit, for draft tokens
+    that are none, and for a published folder whose files are not those of its checksums.
     """
     known = _fitted(folder, target, known)
+    if (folder / SUMS).exists():
+        verify_checksums(folder)
     drafter = LAYOUTS[layout_of(folder, known)].read(folder, target, known)
     if drafter.draft_ids is not None:
         check_ids(folder, int(drafter.draft_ids.max()), target)

@@ -8,13 +8,19 @@ from ..configs.load import parse
 from ..data.target import Target
 from .base import Drafter
 from .causal import CausalConfig, CausalDrafter
-from .eagle3 import Eagle3Config, Eagle3Drafter
+from .dflash import DFlashDrafter
+from .dflash_config import DFlashConfig
+from .eagle3 import Eagle3Drafter
+from .eagle3_config import Eagle3Config
+from .jump import JumpConfig, JumpDrafter
 from .lookup import LookupConfig, LookupDrafter
+from .medusa import MedusaConfig, MedusaDrafter
+from .mlp import MLPConfig, MLPDrafter
 from .skip import SkipConfig, SkipDrafter
 
 UntrainedConfig = LookupConfig | SkipConfig
 """Families that have nothing to train: the target and their options are all there is to them."""
-TrainedConfig = Eagle3Config | CausalConfig
+TrainedConfig = Eagle3Config | CausalConfig | DFlashConfig | JumpConfig | MedusaConfig | MLPConfig
 FamilyConfig = TrainedConfig | UntrainedConfig
 
 
@@ -35,15 +41,27 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "eagle3": Family(Eagle3Config, Eagle3Drafter.from_target),
     "causal": Family(CausalConfig, CausalDrafter.from_target),
+    "dflash": Family(DFlashConfig, DFlashDrafter.from_target),
+    "medusa": Family(MedusaConfig, MedusaDrafter.from_target),
+    "mlp": Family(MLPConfig, MLPDrafter.from_target),
+    "jump": Family(JumpConfig, JumpDrafter.from_target),
     "lookup": Family(LookupConfig, LookupDrafter.from_target),
     "skip": Family(SkipConfig, SkipDrafter.from_target),
 }
+
+MEASURED = {"eagle": "heads of EAGLE-1 and EAGLE-2"}
+"""Families of drafters that others made, which no recipe builds."""
 
 
 def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyConfig]:
     """Read a recipe's `drafter:` section. Raises `UserError` for an unknown family or option."""
     options = dict(section)
     family = options.pop("family", None)
+    if family in MEASURED:
+        raise UserError(
+            f"drafter.family '{family}' in {where} cannot be trained: {MEASURED[family]} are only "
+            "measured, with `draftsmith eval --drafter FOLDER`"
+        )
     if family not in FAMILIES:
         raise UserError(
             f"unknown drafter.family '{family}' in {where}{did_you_mean(str(family), FAMILIES)}"
@@ -54,6 +72,11 @@ def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyCo
 def family_of(config: FamilyConfig) -> str:
     """The name of a configuration's family."""
     return next(name for name, family in FAMILIES.items() if type(config) is family.config)
+
+
+def runs_target(config: FamilyConfig) -> bool:
+    """Whether drafters of that configuration run layers of the target itself."""
+    return isinstance(config, JumpConfig | SkipConfig)
 
 
 def trained_families() -> list[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..configs.errors import UserError
 from ..data.cache import Branch, SlabCache
 from ..data.dense import dense_weight
-from ..data.parts import with_replaced
 from ..data.target import Target
 from .base import Step, TrainBatch
 from .cached import CachedText, unroll_text
+from .span import shorter_body
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SkipDrafter(nn.Module):
         """
         layers = config.resolved_layers(target.num_layers)
         part = copy.copy(target)
-        part.body = _shorter_body(target, layers)
+        part.body = shorter_body(target, layers)
         return cls(part, replace(config, layers=layers)).eval()
 
     @property
@@ -140,15 +140,3 @@ class SkipDrafter(nn.Module):
 
     def _forward(self, ids: Tensor, cache: SlabCache, branch: Branch | None) -> Tensor:
         return self.part.forward(ids, cache, branch=branch).hidden
-
-
-def _shorter_body(target: Target, layers: Sequence[int]) -> nn.Module:
-    """The target's body with these layers only; all modules below it are the target's own."""
-    kept = nn.ModuleList([target.layers[i] for i in layers])
-    body = with_replaced(target.body, target.layers, kept)
-    config = copy.copy(target.text_config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):  # bodies ask for the kind of their i-th layer
-        config.layer_types = [config.layer_types[i] for i in layers]
-    body.config = config
-    return body

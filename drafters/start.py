@@ -1,6 +1,6 @@
 """How drafters begin: anew for a target, or going on from a published one that fits it.
 
-The layouts are those of `layouts.LAYOUTS`; weights to go on from are taken as safetensors.
+The layouts are those of `layouts.LAYOUTS`; of pickles nothing but tensors is taken.
 """
 
 import functools
@@ -11,21 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..configs.errors import UserError
-from ..data.probe import check_family
+from ..data.dense import dense_weight
 from ..data.records import Record
 from ..data.target import Target
 from .about import About, about
 from .base import Drafter
 from .causal import CausalConfig, CausalDrafter
+from .eagle3 import Eagle3Drafter
+from .eagle3_begin import begin_head
+from .eagle3_config import Eagle3Config
 from .formats import hf_causal
 from .formats.config import read_config
+from .formats.fits import check_shared
+from .formats.tensors import weight_files
+from .jump import JumpConfig
 from .layouts import LAYOUTS, layout_of
+from .lowrank import second_moment
+from .medusa import MedusaConfig
 from .reading import check, read
 from .registry import (
     FAMILIES,
@@ -35,10 +41,15 @@ from .registry import (
     family_of,
     trained_families,
 )
+from .sized import check_drafts
 from .vocab import captured_mass, choose_draft_ids, special_ids
 
-_FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-_ROUNDING = 2.0**-7  # of what a 16-bit copy of an embedding differs by
+_FETCHED = (
+    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"),
+    *("medusa_lm_head.*", "mask_embedding.pt"),  # one is read, where the other lies it is refused
+)
+_LEARNING = ("train_head",)
+"""Options that say what is trained: going on, a recipe may say otherwise than the drafter was."""
 
 
 def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record]) -> Drafter:
@@ -51,7 +62,10 @@ def new_drafter(config: FamilyConfig, target: Target, records: Sequence[Record])
     if config.start is not None:
         return started(config, target)
     ids = _draft_ids(config, target, records)
-    return FAMILIES[family_of(config)].build(target, config, ids)
+    drafter = FAMILIES[family_of(config)].build(target, config, ids)
+    if isinstance(drafter, Eagle3Drafter) and drafter.head_down is not None:
+        begin_head(drafter, target, second_moment(records))  # of what it is going to read
+    return drafter
 
 
 def learning(config: FamilyConfig) -> TrainedConfig:
@@ -113,7 +127,7 @@ def start_identity(config: FamilyConfig) -> str | None:
     if known.layout == "draftsmith":  # which has no other configuration
         digest.update(json.dumps(known.options).encode())
     files = [path for path in (folder / "config.json",) if path.exists()]
-    for path in [*files, *_weights(folder)]:
+    for path in [*files, *weight_files(folder)]:
         digest.update(path.name.encode())
         with path.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
@@ -128,7 +142,7 @@ def check_start(config: TrainedConfig, target: Target) -> Start:
     """
     assert config.start is not None
     folder = _folder(config.start)
-    _weights(folder)
+    weight_files(folder)
     known = about(folder, getattr(config, "taps", None))
     _check_kind(folder, known, family_of(config))
     if isinstance(config, CausalConfig):
@@ -136,12 +150,14 @@ def check_start(config: TrainedConfig, target: Target) -> Start:
     shape = check(folder, target, known)
     size = target.vocab_size if shape.draft_ids is None else len(shape.draft_ids)
     for name, value in (shape.options | {"draft_vocab_size": size}).items():
-        _check_said(name, getattr(config, name, None), value, config.start)
+        if name not in _LEARNING:
+            _check_said(name, getattr(config, name, None), value, config.start)
     if isinstance(shape, CausalDrafter):
         assert isinstance(config, CausalConfig)
-        _check_drafts(shape.model, target, config.start)
+        check_drafts(shape.model, target, f"drafter.start '{config.start}'")
         if config.lora is not None:
             shape.adapt(config.lora, config.start)
+    _learn(shape, config)
     return Start(folder, known, shape)
 
 
@@ -164,26 +180,40 @@ def started(config: TrainedConfig, target: Target) -> Drafter:
     drafter: Any = read(start.folder, target, start.known)
     drafter.float()
     for name in drafter.shared:
-        _take_shared(start.folder, name, drafter.get_parameter(name), target)
+        _take_shared(start.folder, name, drafter, target)
     if isinstance(drafter, CausalDrafter):
         assert isinstance(config, CausalConfig)
-        _check_drafts(drafter.model, target, config.start)
+        check_drafts(drafter.model, target, f"drafter.start '{config.start}'")
         if config.lora is not None:
             drafter.adapt(config.lora, config.start or "")
+    _learn(drafter, config)
     return drafter.train()
 
 
-def _take_shared(folder: Path, name: str, mine: nn.Parameter, target: Target) -> None:
-    """Put the target's own weights where a drafter shares them, whatever precision it is in."""
-    whole = target.embedding if name.startswith("embed_tokens") else target.head.weight
-    theirs = whole[: len(mine)].detach().cpu().float()  # [V, h]
-    scale = theirs.abs().max().item()
-    if not torch.allclose(mine.cpu(), theirs, rtol=_ROUNDING, atol=_ROUNDING * scale):
-        kind = "embedding" if whole is target.embedding else "head"
-        raise UserError(
-            f"{folder}: tensor '{name}' is another {kind} than the target's, which a drafter shares"
-            " here"
-        )
+def _learn(drafter: Any, config: TrainedConfig) -> None:
+    """Let a drafter learn what the recipe says."""
+    if isinstance(config, Eagle3Config):
+        drafter.learn(config.train_head, config.train_embedding)
+    if isinstance(config, JumpConfig | MedusaConfig) and config.train_head is not None:
+        drafter.learn(config.train_head)
+
+
+def _take_shared(folder: Path, name: str, drafter: Any, target: Target) -> None:
+    """Put the target's own weights where a drafter shares them, whatever precision it is in.
+
+    Of the head its rows of the draft vocabulary, or those and their biases.
+    """
+    mine: nn.Parameter = drafter.get_parameter(name)
+    kind = "embedding" if name.startswith("embed_tokens") else "head"
+    if kind == "embedding":
+        whole = target.embedding.detach()
+    elif name.endswith("bias"):
+        whole = target.head.bias.detach()
+    else:
+        whole = dense_weight(target.head, target.dtype)
+    rows = slice(len(mine)) if kind == "embedding" else drafter.draft_ids
+    theirs = whole[slice(len(mine)) if rows is None else rows].cpu().float()  # [V, h]
+    check_shared(folder, name, mine, theirs)
     mine.data.copy_(theirs)
 
 
@@ -197,17 +227,6 @@ def _check_lm(folder: Path, config: CausalConfig) -> None:
             f"drafter.layers {list(config.layers)} are {len(config.layers)}, and drafter.start "
             f"'{config.start}' has {count} layers; leave drafter.layers out"
         )
-
-
-def _check_drafts(model: PreTrainedModel, target: Target, start: str | None) -> None:
-    """Refuse a language model that cannot draft; one without weights is not run."""
-    try:
-        # Decoding asks of a draft what it asks of a target.
-        draft = Target(model, target.tokenizer, {"name": start}, (), target.vocab_size)
-        if draft.device.type != "meta":
-            check_family(draft)
-    except UserError as error:
-        raise UserError(f"drafter.start '{start}' cannot draft: {error}") from error
 
 
 # ---- where it lies
@@ -230,13 +249,6 @@ def _fetched(start: str) -> Path:
             f"cannot find drafter.start '{start}': {reason}; it takes a drafter's folder, or a Hub "
             "id that is reachable or already in the Hub cache"
         ) from error
-
-
-def _weights(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise UserError(f"{folder} holds no weights as safetensors to go on from")
-    return found
 
 
 def _check_kind(folder: Path, known: About, family: str) -> None:

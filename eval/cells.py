@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..configs.errors import UserError
 from ..configs.recipe import Recipe
-from ..data.records import Record
-from ..data.warp import Law
+from ..data.records import Record, held_out
+from ..data.warp import Law, law_of
 from ..train.score import Conversation, expected
 from .estimate import Estimate, captured_mass, estimate, overlap_interval
 from .intervals import ratio_interval
@@ -27,6 +28,28 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.domain} {self.law.label}"
+
+
+def cells_of(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
+    """Every held-out domain under every served law, where anything can be drafted.
+
+    Raises `UserError` if there is nothing.
+    """
+    domains = list(dict.fromkeys(r.domain for r in records if r.split == "heldout"))
+    laws = [law_of(section) for section in recipe.serving.laws]
+    cells = [Cell(d, law, held_out(records, law, d)) for d in sorted(domains) for law in laws]
+    found = [c for c in cells if _can_be_drafted(c)]
+    if not found:
+        raise UserError(
+            "no held-out record was answered under a served law "
+            f"({', '.join(law.label for law in laws)}); raise domains.*.holdout or collect again"
+        )
+    return found
+
+
+def _can_be_drafted(cell: Cell) -> bool:
+    """Whether any reply goes on after its first token, which comes from prefill."""
+    return any(len(r.reply) > 1 for r in cell.records)
 
 
 def cell_row(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedTokenizerFast
 
 from ..data.gather import Request
@@ -20,8 +21,14 @@ from ..data.target import Target
 from ..data.warp import Law
 from ..drafters.base import Drafter
 from ..drafters.causal import CausalConfig, CausalDrafter
-from ..drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from ..drafters.dflash import DFlashDrafter
+from ..drafters.dflash_config import DFlashConfig
+from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.eagle3_config import Eagle3Config
+from ..drafters.jump import JumpConfig, JumpDrafter
 from ..drafters.lookup import LookupConfig, LookupDrafter
+from ..drafters.medusa import MedusaConfig, MedusaDrafter
+from ..drafters.mlp import MLPConfig, MLPDrafter
 from ..drafters.skip import SkipConfig, SkipDrafter
 from .decode import DecodeSettings
 from .gamma import AdaEDL, Calibration, Confidence, CostModel, Costs, Policy
@@ -72,7 +79,12 @@ OPTIONS: dict[str, Sequence[Any]] = {
         Rules(bad_words=((0, 2),), min_new_tokens=2),
     ),
     "ends": ((), (0,), (1, 2)),
-    "drafter": ("eagle3", "eagle3 reduced", "causal", "causal reduced", "lookup", "skip"),
+    "drafter": (
+        *("eagle3", "eagle3 reduced", "causal", "causal reduced", "lookup", "skip"),
+        *("medusa", "medusa reduced", "mlp", "mlp reduced", "dflash", "dflash reduced"),
+        "dflash sequential",
+        *("jump", "jump reduced", "eagle3 shaped"),
+    ),
     "rows": (4096, 5, 1),
 }
 """What may be combined; rows: branches that share a batch."""
@@ -199,14 +211,39 @@ def _tiny_target() -> Target:
 
 def _tiny_drafter(name: str, target: Target) -> Drafter:
     """An untrained drafter, so that everything is refused and accepted now and then."""
-    family, _, reduced = name.partition(" ")
+    family, _, kind = name.partition(" ")
+    reduced = kind == "reduced"
     if family == "lookup":
         return LookupDrafter.from_target(target, LookupConfig())
     if family == "skip":
         return SkipDrafter.from_target(target, SkipConfig(layers=(0, 3)))
     ids = torch.tensor([0, 2]) if reduced else None
+    if name == "eagle3 shaped":
+        shape = Eagle3Config(
+            init="random", hidden_size=12, layers=2, head_rank=2, norm_before_fc=True,
+            norm_output=True,
+        )  # fmt: skip
+        return Eagle3Drafter.from_target(target, shape, None).double().eval()
     if family == "eagle3":
         full = torch.arange(SIZE) if ids is None else ids
         head = Eagle3Drafter.from_target(target, Eagle3Config(draft_vocab_size=SIZE), full)
         return head.double().eval()
+    if family == "dflash":
+        options = DFlashConfig(block_size=GAMMA + 1, sequential=kind == "sequential", init="random")
+        block = DFlashDrafter.from_target(target, options, ids)
+        if block.correction is not None:
+            nn.init.normal_(block.correction.down_proj.weight, std=0.3)
+        return block.double().eval()
+    if family == "jump":
+        full = torch.arange(SIZE) if ids is None else ids
+        jump = JumpDrafter.from_target(target, JumpConfig(begin=1), full)
+        return jump.double().eval()
+    if family == "medusa":
+        heads = MedusaDrafter.from_target(target, MedusaConfig(num_heads=GAMMA), ids)
+        for parameter in heads.blocks.parameters():  # which begin at zero, all heads alike
+            nn.init.normal_(parameter, std=0.3)
+        return heads.double().eval()
+    if family == "mlp":
+        config = MLPConfig(n_predict=GAMMA, tie_weights=reduced)
+        return MLPDrafter.from_target(target, config, ids).double().eval()
     return CausalDrafter.from_target(target, CausalConfig(layers=(0, 3)), ids).double().eval()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..configs.errors import UserError
 from ..configs.recipe import EvalSection, Recipe
 from ..data.files import write_json
 from ..data.gather import Request, request_of
@@ -25,7 +24,7 @@ from ..data.warp import Law, law_of
 from ..drafters.base import Drafter
 from ..drafters.batch import records_with_states
 from ..train.score import Conversation, Drafting, score
-from .cells import Cell, cell_row, cost_rows, sweep_row
+from .cells import Cell, cell_row, cells_of, cost_rows, sweep_row
 from .decode import DecodeSettings, decode
 from .estimate import estimate
 from .gamma import AnyPolicy, as_mapping, make_policy
@@ -67,7 +66,7 @@ def evaluate(
     """
     check_length(drafter.family, drafter.max_draft_tokens, recipe.serving.num_draft_tokens)
     records = records_with_states(store, target, drafter.taps, "heldout", accept)
-    cells = _cells(recipe, records)
+    cells = cells_of(recipe, records)
     limit = int(store.settings["max_new_tokens"])
     run = _Run(recipe, target, drafter, folder, console, limit)
     lengths = _possible(drafter, sorted({*recipe.eval.sweep, recipe.serving.num_draft_tokens}))
@@ -113,24 +112,6 @@ def _possible(drafter: Drafter, lengths: Sequence[int]) -> list[int]:
     """Those of the draft lengths that the drafter was made for."""
     most = drafter.max_draft_tokens
     return [length for length in lengths if most is None or length <= most]
-
-
-def _cells(recipe: Recipe, records: Sequence[Record]) -> list[Cell]:
-    domains = list(dict.fromkeys(r.domain for r in records if r.split == "heldout"))
-    laws = [law_of(section) for section in recipe.serving.laws]
-    cells = [Cell(d, law, held_out(records, law, d)) for d in sorted(domains) for law in laws]
-    found = [c for c in cells if _can_be_drafted(c)]
-    if not found:
-        raise UserError(
-            "no held-out record was answered under a served law "
-            f"({', '.join(law.label for law in laws)}); raise domains.*.holdout or collect again"
-        )
-    return found
-
-
-def _can_be_drafted(cell: Cell) -> bool:
-    """Whether any reply goes on after its first token, which comes from prefill."""
-    return any(len(r.reply) > 1 for r in cell.records)
 
 
 def _left_out(recipe: Recipe, records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:

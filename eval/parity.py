@@ -113,7 +113,7 @@ def _identity(sides: Sides) -> Part:
         faults.append(f"family '{trained.family}' was trained, '{served.family}' is served")
     if trained.taps != served.taps:
         faults.append(f"layers {list(trained.taps)} were trained on, {list(served.taps)} are read")
-    one, two = (None if d.draft_ids is None else d.draft_ids.tolist() for d in (trained, served))
+    one, two = (_drafted(d, sides.target) for d in (trained, served))
     if one != two:
         faults.append("the draft vocabularies are not the same tokens")
     mine, theirs = _weights(trained), _weights(served)
@@ -133,6 +133,12 @@ def _identity(sides: Sides) -> Part:
             faults.append(f"tensor '{name}' differs by {apart:.2g} of its largest value")
     found = f"{len(shared)} tensors of the {served.family} drafter were compared"
     return part_of("drafter", faults, found, checked=len(shared) > 0)
+
+
+def _drafted(drafter: Drafter, target: Target) -> list[int]:
+    """The target ids that a drafter can propose."""
+    ids = drafter.draft_ids
+    return list(range(target.vocab_size)) if ids is None else ids.tolist()
 
 
 def _weights(drafter: Drafter) -> dict[str, Tensor]:

@@ -109,7 +109,16 @@ def alarms(report: Report) -> list[str]:
             f"the plain loop reaches only {ratio:.2f} of transformers generate's tokens per "
             "second: measured speedups are against a slow baseline"
         )
-    return found
+    return found + [sentence for e in report.get("engines") or [] for sentence in engine_alarms(e)]
+
+
+def engine_alarms(engine: Report) -> list[str]:
+    """In what an engine did not do with the drafter what was expected."""
+    return [
+        f"{engine['engine']}, {cell['domain']}, {cell['law']}: {deviation}"
+        for cell in engine["cells"]
+        for deviation in cell["deviations"]
+    ]
 
 
 def _cell_alarms(cell: Report) -> Iterator[str]:
@@ -212,14 +221,14 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(banner.text, style=styles[banner.tone]))
     for table in [*summary_tables(report), stages_table(report)]:
         if table.rows:
-            _print_table(table, console)
+            print_table(table, console)
             if table.note:
                 console.print(Text(table.note, style="dim"))
     for symbol, meaning in GLOSSARY:
         console.print(Text.assemble((symbol, "bold"), f": {meaning}"))
 
 
-def _print_table(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """A value and its interval may take two lines. No digit is cut: a wide table runs over."""
     drawn = rich_table.Table(
         title=Text(table.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD

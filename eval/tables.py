@@ -14,7 +14,10 @@ MIN_CONVERSATIONS = 8
 def summary_tables(report: Report) -> list[Table]:
     """What the terminal prints and the page begins with."""
     makers = (_acceptance, _rounds, _servings, _speed, _costs, _near_ties)
-    return [table for table in (make(report) for make in makers) if table.rows]
+    tables = [make(report) for make in makers]
+    for engine in report.get("engines") or []:
+        tables += [_engine_rounds(engine), _engine_speed(engine)]
+    return [table for table in tables if table.rows]
 
 
 def detail_tables(report: Report) -> list[Table]:
@@ -142,6 +145,58 @@ def _near_ties(report: Report) -> Table:
     )
     headers = ("kind", "prompt", "position", "top-2 margin")
     return Table("Where greedy outputs part", headers, rows, 2)
+
+
+def _served_by(engine: Report) -> str:
+    version = f" {engine['version']}" if engine.get("version") else ""
+    return (
+        f"{engine['engine']}{version} ({engine['method']}, γ = {engine['num_draft_tokens']}, "
+        f"{engine['draft_sampling']} drafts)"
+    )
+
+
+def _engine_rounds(engine: Report) -> Table:
+    """What an engine counted beside what was expected; shares are of all its rounds."""
+    positions = range(1, engine["num_draft_tokens"] + 1)
+    rows = []
+    for cell in engine["cells"]:
+        shares = []
+        for place in cell["positions"]:
+            least, most = (_number(place[bound]["value"], 2) for bound in ("least", "most"))
+            bounds = least if least == most else f"{least}–{most}"
+            shares += [_number(place["share"]["value"], 2), bounds]
+        same = cell["same_replies"]
+        rows.append(
+            (
+                *(cell["domain"], cell["law"], _conversations(cell["prompts"])),
+                MISSING if same is None else f"{same}/{cell['replies']}",
+                str(cell["rounds"]),
+                interval_text(cell["tokens_per_round"], 2),
+                interval_text(cell["tokens_per_round_expected"], 2),
+                *shares,
+            )
+        )
+    figures = ("same replies", "rounds", "τ", "τ expected")
+    shares = [name for k in positions for name in (f"S_{k}", f"S_{k} expected")]
+    note = "A range: what an engine may count beyond the end of a reply is not known."
+    title = f"Acceptance in {_served_by(engine)}"
+    return Table(title, ("domain", "law", "n", *figures, *shares), tuple(rows), 2, note)
+
+
+def _engine_speed(engine: Report) -> Table:
+    rows = tuple(
+        (
+            *(cell["domain"], cell["law"], str(speed["concurrency"])),
+            _number(speed["plain_tokens_per_s"], 1),
+            _number(speed["speculative_tokens_per_s"], 1),
+            interval_text(speed["speedup"], 2),
+        )
+        for cell in engine["cells"]
+        for speed in cell["speed"]
+    )
+    headers = ("domain", "law", "concurrency", "plain tok/s", "speculative tok/s", "speedup")
+    note = "Prefill included; plain and speculative ran one after the other."
+    return Table(f"Speed in {_served_by(engine)}", headers, rows, 2, note)
 
 
 def _positions(report: Report) -> Table:

@@ -294,7 +294,7 @@ def about(bench: Bench, args: argparse.Namespace, load: float) -> dict[str, Any]
         "supervised_tokens_per_epoch": sum(bench.data.plan().supervised),
         "epochs": args.epochs,
         "batches_per_epoch": [len(epoch) for epoch in bench.batches],
-        "draft_vocab_size": len(bench.initial.draft_ids),
+        "draft_vocab_size": bench.initial.lm_head.out_features,
         "trained_parameters": sum(p.numel() for p in bench.initial.trainable()),
         "tokens_of_the_peers_own_batches": bench.width,
         "before_training": worth(bench, bench.initial),

@@ -97,6 +97,7 @@ def write_peer_data(bench: Bench, folder: Path) -> None:
         save_file({"hidden_states": states, "token_ids": record.ids},
                   folder / "hidden_states" / f"hs_{number}.safetensors")  # fmt: skip
     ids = bench.initial.draft_ids
+    assert ids is not None
     there = torch.zeros(bench.target.head.out_features, dtype=torch.bool)
     there[ids] = True
     np.save(folder / "d2t.npy", (ids - torch.arange(len(ids))).numpy())
@@ -155,7 +156,8 @@ def peer_arguments(bench: Bench, args: argparse.Namespace, objective: str) -> li
     options = {
         "verifier-name-or-path": bench.folder, "speculator-type": "eagle3", "data-path": data,
         "d2t-path": data / "d2t.npy", "t2d-path": data / "t2d.npy",
-        "draft-vocab-size": len(bench.initial.draft_ids), "num-layers": 1, "draft-arch": "llama",
+        "draft-vocab-size": bench.initial.lm_head.out_features,
+        "num-layers": 1, "draft-arch": "llama",
         "train-data-ratio": (rows + 0.5) / (rows + 1), "total-seq-len": bench.width,
         "loss-fn": json.dumps({objective: weight}), "loss-implementation": "eager",
         "ttt-steps": UNROLL, "ttt-step-loss-decay": DECAY, "optimizer": "adamw", "lr": LR,

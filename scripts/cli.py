@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..configs.errors import Unfinished, UserError
+from ..configs.errors import NotSent, Unfinished, UserError
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
 
@@ -24,13 +24,16 @@ anything fails."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 1 if what it checks failed, 2 for input that cannot be used,
-    3 if a time limit came first, 130 if it was stopped."""
+    3 if a time limit came first, 4 if all is done but sending it, 130 if it was stopped."""
     args = _arguments(argv)
     try:
         return int(args.run(args) or 0)
     except Unfinished as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 3
+    except NotSent as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return 4
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 2
@@ -81,6 +84,26 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it")
     look.add_argument("--show", type=int, default=3, metavar="N", help="rows to show in full")
     look.set_defaults(run=_inspect)
+    sizes = _add(commands, "size", "what drafters cost here, and how good they must be", _size)
+    sizes.add_argument(
+        "--candidate",
+        action="append",
+        default=[],
+        metavar="family=NAME,OPTION=VALUE",
+        help="compare with this drafter instead of others of the family; may be repeated",
+    )
+    sizes.add_argument("--all", action="store_true", help="every family as it is by default, too")
+    sizes.add_argument(
+        "--most",
+        type=int,
+        default=8,
+        metavar="N",
+        help="longest draft that is thought of; default: %(default)s",
+    )
+    sizes.add_argument(
+        "--turns", type=int, default=5, metavar="N", help="measurements; default: %(default)s"
+    )
+    sizes.add_argument("--out", type=Path, metavar="FILE", help="write what is found as JSON")
     gather = _add(commands, "collect", "let the target answer a recipe's prompts", _collect)
     gather.add_argument(
         "--deadline", type=_seconds, metavar="TIME", help="stop in time, such as 90s, 45m or 8h"
@@ -112,13 +135,27 @@ def _parser() -> argparse.ArgumentParser:
         help="replies of each law; default: %(default)s",
     )
     compare.add_argument("--out", type=Path, metavar="FILE", help="write what is found as JSON")
-    for command in (train, measure, compare):
+    serve = _add(commands, "serve-check", "measure a drafter in a real engine", _serve_check)
+    _serve_options(serve)
+    for command in (train, measure, compare, serve):
         command.add_argument(
             "--accept-records", action="store_true", help="take records of another target, too"
         )
     publish = _add(commands, "publish", "write the folder engines load, with its card", _publish)
     publish.add_argument("--drafter", type=Path, required=True, help="a drafter folder")
     publish.add_argument("--report", type=Path, required=True, help="its evaluation's folder")
+    publish.add_argument(
+        "--to", nargs=2, metavar=("hub", "OWNER/NAME"), help="send it there once it is written"
+    )
+    push = commands.add_parser("push", help="send a published folder, or records, to the Hub")
+    push.add_argument("folder", type=Path, help="as `publish` or `collect` wrote it")
+    push.add_argument("name", metavar="OWNER/NAME", help="the repository, made if there is none")
+    push.set_defaults(run=_push)
+    for command in (publish, push):
+        command.add_argument("--revision", metavar="BRANCH", help="a branch, made if there is none")
+        command.add_argument(
+            "--public", action="store_true", help="open to all; without it, private"
+        )
     verify = commands.add_parser(
         "verify", help="prove that decoding is lossless", description=_VERIFY
     )
@@ -138,6 +175,38 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="versions, devices, and what would not work")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _serve_options(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--engine", choices=("vllm", "sglang", "llama.cpp"), required=True)
+    serve.add_argument("--drafter", type=Path, required=True, help="the folder to serve")
+    serve.add_argument("--records", help="a record folder or URL; default: collect first")
+    serve.add_argument("--report", type=Path, help="its evaluation's folder; default: evaluate")
+    serve.add_argument("--python", help="of the engine's environment; default: see the README")
+    serve.add_argument(
+        "--drafts",
+        choices=("greedy", "sampled"),
+        default="greedy",
+        help="the most probable tokens, or drawn ones (vLLM); default: %(default)s",
+    )
+    serve.add_argument(
+        "--prompts", type=int, default=8, metavar="N", help="of each domain; default: %(default)s"
+    )
+    serve.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="*",
+        default=[1, 4],
+        metavar="N",
+        help="requests at a time, or none to measure no speed; default: 1 4",
+    )
+    serve.add_argument(
+        "--limit",
+        type=_seconds,
+        default=3600.0,
+        metavar="TIME",
+        help="ends each server after so long; default: 1h",
+    )
 
 
 def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str,
@@ -206,6 +275,16 @@ def _inspect(args: argparse.Namespace) -> int:
     return inspection(args.what, args.overrides, args.show, Console(markup=False))
 
 
+def _size(args: argparse.Namespace) -> None:
+    from .sizing import size
+
+    for name in ("most", "turns"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}, must be 1 or more")
+    run = _run(_recipe(args), args.runs)
+    size(run, args.candidate, args.all, args.most, args.turns, args.out)
+
+
 def _collect(args: argparse.Namespace) -> None:
     run = _run(_recipe(args), args.runs)
     run.deadline = args.deadline
@@ -254,9 +333,38 @@ def _parity(args: argparse.Namespace) -> int:
     return int(not check_parity(run, store, drafter or run.train(store), args.rows, args.out))
 
 
-def _publish(args: argparse.Namespace) -> None:
+def _serve_check(args: argparse.Namespace) -> int:
+    from .engines import Asked, check_engine
+
+    counts = {"prompts": [args.prompts], "concurrency": args.concurrency}
+    for name, least in ((name, min(given, default=1)) for name, given in counts.items()):
+        if least < 1:
+            raise UserError(f"--{name} is {least}, must be 1 or more")
     run = _run(_recipe(args), args.runs)
-    run.publish(args.drafter, args.report)
+    run.accept = args.accept_records
+    store = _store(args, run, args.drafter)
+    report = args.report or run.evaluate(store, args.drafter)
+    asked = Asked(
+        args.engine, args.python, args.drafts == "sampled", args.prompts,
+        tuple(sorted(set(args.concurrency))), args.limit,
+    )  # fmt: skip
+    return int(not check_engine(run, store, args.drafter, report, asked))
+
+
+def _publish(args: argparse.Namespace) -> None:
+    from .hub import check_place, push
+
+    check_place(args.to, args.revision, args.public)
+    run = _run(_recipe(args), args.runs)
+    folder = run.publish(args.drafter, args.report)
+    if args.to is not None:
+        push(folder, args.to[1], args.revision, args.public, run.console)
+
+
+def _push(args: argparse.Namespace) -> None:
+    from .hub import push
+
+    push(args.folder, args.name, args.revision, args.public, Console(markup=False))
 
 
 def _verify(args: argparse.Namespace) -> int:

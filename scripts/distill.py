@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         processes = start_processes(pick_device(recipe.target.device))
         # A target that is to be cut down or spread need not fit on the device first.
-        use = target_use(recipe.train, store)
+        use = target_use(recipe, store)
         on = processes.device if use == "replicated" else torch.device("cpu")
         folder = _train(recipe, store, args, console, on)
         if processes.is_main_process:

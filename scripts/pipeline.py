@@ -186,7 +186,7 @@ class Run:
             name = f"{self.recipe.name}-{own['family']}"
             return publish(
                 self.recipe.publish, self.target, drafter_folder, report,
-                self.root / "published" / name, self.console,
+                self.root / "published" / name, self.console, to_dict(self.recipe),
             )  # fmt: skip
 
     def drafter(self, folder: Path) -> Drafter:

@@ -25,8 +25,9 @@ ESTIMATE, LOOP, REPORTS = (
     "tests/eval/test_estimate.py", "tests/train/test_loop.py", "tests/train/test_field_reports.py",
 )  # fmt: skip
 LOAD, RUN, SCHEDULES = (f"tests/train/test_{name}.py" for name in ("load_data", "run", "schedules"))
-DISTRIBUTION, VOCAB, EAGLE = (
-    f"tests/drafters/test_{name}.py" for name in ("distribution", "vocab", "eagle3")
+DISTRIBUTION, VOCAB, EAGLE, SHAPES = (
+    f"tests/drafters/test_{name}.py"
+    for name in ("distribution", "vocab", "eagle3", "eagle3_shapes")
 )
 
 
@@ -124,11 +125,15 @@ FAULTS = (
     Fault("the first reply token is never drafted", "drafters/base.py",
           "return reply_index(batch, column) >= 1 + step",
           "return reply_index(batch, column) >= step", (STEP, REPORTS)),
-    Fault("a step reads the true tokens before it", "drafters/eagle3.py",
+    Fault("a step reads the true tokens before it", "drafters/pairs.py",
           "state = F.pad(state[:, :-1], (0, 0, 1, 0))", "state = state", (EAGLE, REPORTS)),
-    Fault("the state fed back is not normed", "drafters/eagle3.py",
-          "state.hidden = out if parents is None",
-          "state.hidden = self.norm(out) if parents is None", (EAGLE, REPORTS)),
+    Fault("the state fed back is not normed", "drafters/pairs.py",
+          "self.pairs.fed(before), tokens",
+          "F.rms_norm(self.pairs.fed(before), before.shape[-1:]), tokens", (EAGLE, REPORTS)),
+    Fault("a later layer has keys of every pair", "drafters/pairs.py",
+          "if step == 0 and i + 1 < len(self.layers):", "if False:", (SHAPES,)),
+    Fault("later layers see no pair behind", "drafters/pairs.py",
+          "mask = window.context()", "mask = torch.ones_like(window.context())", (SHAPES,)),
     Fault("accumulated batches share one denominator", "train/run.py",
           "for b in window]).sum(0)", "for b in window])[0]", (LOOP,)),
     Fault("a step's gradient is the sum over its batches", "train/run.py",

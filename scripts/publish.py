@@ -1,6 +1,8 @@
 """Publish: a drafter folder with a card of measured numbers, proved to load back the same."""
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,19 @@ from ..configs.errors import UserError
 from ..configs.recipe import PublishSection
 from ..data.files import whole_folder
 from ..data.target import Target
+from ..drafters.about import OWN, About
+from ..drafters.base import Drafter
+from ..drafters.card_notes import engine_note
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
+from ..drafters.checksums import CARD, write_checksums
+from ..drafters.formats import eagle3_speculators
+from ..drafters.formats.eagle3_speculators import FOLDER
+from ..drafters.formats.tensors import split_weights
 from ..drafters.hub import model_card
+from ..drafters.layouts import LAYOUTS
+from ..drafters.public import public_values
+from ..drafters.push import check_name
+from ..eval.engines.registry import WHOLE
 
 _PROBE_ROWS = 16
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
@@ -25,36 +38,93 @@ def publish(
     report: dict[str, Any],
     folder: Path,
     console: Console,
+    recipe: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the published folder, or nothing.
+    """Write the published folder, or nothing. Its card tells of `recipe`, as `to_dict` has it.
 
-    Raises `UserError` for a drafter that no engine can read, a report of another drafter, or a
-    folder whose logits differ from the trained drafter's when loaded back.
+    No path of this machine is in it, and its SHA256SUMS lists all files but the card. Raises
+    `UserError` for a drafter that no engine can read, a report of another drafter or of rounds that
+    engines would not draft so, or a folder whose logits differ from the trained drafter's when
+    loaded back.
     """
     own = read_own(drafter_folder)
     drafter = load_drafter(drafter_folder, target)
-    if drafter.unserved is not None:
-        raise UserError(
-            f"{drafter_folder} is a drafter of family '{own['family']}' with {drafter.unserved}, "
-            "which no engine reads: it serves in draftsmith's own loop only"
-        )
-    measured = report["provenance"]["drafter"]["weights_sha256"]
-    if measured != weights_hash(drafter_folder):
-        raise UserError(f"the report measured another drafter than {drafter_folder}; evaluate it")
-    base = target.provenance["base_model"] or target.provenance["name"]
+    _check(drafter, drafter_folder, report)
+    known, gamma = target.provenance, report["settings"]["num_draft_tokens"]
+    base = section.base_model or known["base_model"] or known["name"]
+    if section.speculators:
+        _check_speculators(own["layout"], base)
     with whole_folder(folder) as part:
         written = part / "drafter"
         dtype = getattr(torch, section.dtype)
         save_drafter(drafter, written, target, own["trained"], dtype)
-        card = model_card(report, own["layout"], base, section.licence)
-        (written / "README.md").write_text(card, encoding="utf-8")
+        split_weights(written, section.max_shard_size)
+        _without_paths(written / OWN)
+        note = engine_note(drafter)
+        card = model_card(report, own["layout"], base, section.licence, recipe=recipe, note=note)
+        (written / CARD).write_text(card, encoding="utf-8")
         trained = load_drafter(drafter_folder, target)
+        if section.speculators:
+            again = _write_speculators(drafter, written / FOLDER, section, target, base, gamma)
+            _compare(trained, again, section.dtype, target)
+        write_checksums(written)
         _compare(trained, load_drafter(written, target), section.dtype, target)
         for path in written.iterdir():
             shutil.move(path, part / path.name)
         written.rmdir()
     console.print(f"published {folder} ({own['layout']} layout, {section.dtype}), loads back equal")
     return folder
+
+
+def _check(drafter: Drafter, folder: Path, report: dict[str, Any]) -> None:
+    """Raise `UserError` unless engines read the drafter, and draft as `report` measured it."""
+    if drafter.unserved is not None:
+        raise UserError(
+            f"{folder} is a drafter of family '{drafter.family}' with {drafter.unserved}, "
+            "which no engine reads: it serves in draftsmith's own loop only"
+        )
+    if report["provenance"]["drafter"]["weights_sha256"] != weights_hash(folder):
+        raise UserError(f"the report measured another drafter than {folder}; evaluate it")
+    gamma, most = report["settings"]["num_draft_tokens"], drafter.max_draft_tokens
+    if drafter.layout in WHOLE and gamma != most:
+        raise UserError(
+            f"the report measured rounds of {gamma} tokens, and engines let a drafter of family "
+            f"'{drafter.family}' see as many places as they draft: set serving.num_draft_tokens to "
+            f"{most}, which it was trained for, and evaluate it"
+        )
+
+
+def _check_speculators(layout: str, base: str) -> None:
+    """Raise `UserError` for a drafter that has no such layout, or a target without a Hub id."""
+    if layout != "eagle3":
+        raise UserError(
+            f"publish.speculators is for EAGLE-3 heads, not for drafters of layout '{layout}'"
+        )
+    try:
+        check_name(base)
+    except UserError as error:
+        raise UserError(
+            f"publish.speculators names the target by its Hub id, publish.base_model: {error}"
+        ) from error
+
+
+def _write_speculators(
+    drafter: Any, folder: Path, section: PublishSection, target: Target, base: str, gamma: int
+) -> Any:
+    """The drafter as it is read back from the layout of the speculators library in `folder`."""
+    folder.mkdir()
+    kind = type(target.model).__name__
+    eagle3_speculators.write(drafter, folder, getattr(torch, section.dtype), base, kind, gamma)
+    split_weights(folder, section.max_shard_size)
+    again: Any = LAYOUTS["eagle3 speculators"].read(folder, target, About(shared=drafter.shared))
+    return again.to(target.device).eval()
+
+
+def _without_paths(path: Path) -> None:
+    own = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("options", "target", "trained"):
+        own[name] = public_values(own[name])
+    path.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
 @torch.inference_mode()
@@ -71,9 +141,10 @@ def _compare(trained: Any, written: Any, dtype: str, target: Target) -> None:
         device = next(drafter.parameters()).device
         drafter.prefill(state, ids.to(device), [_PROBE_ROWS], taps.to(device))
         drafter.commit(state, ids[:, -1:].to(device), [1], taps[:, -1:].to(device))
-        first = drafter.first(state)  # [1, V_d]
-        later = drafter.extend(state, ids[:, :1].to(device))[:, 0]
-        results.append(torch.cat([first, later]))
+        said = [drafter.first(state)]  # [1, V_d]
+        for k in range(1, drafter.max_draft_tokens or 2):  # each step may have its own weights
+            said.append(drafter.extend(state, ids[:, k : k + 1].to(device))[:, 0])
+        results.append(torch.cat(said))
     worst = (results[0] - results[1]).abs().max().item() / results[0].abs().max().item()
     if not worst <= _TOLERANCE[dtype]:
         raise UserError(f"the published folder loads back with other logits (off by {worst:.2g})")

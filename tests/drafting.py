@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.data.gather import Request
 from draftsmith.data.target import Target
@@ -19,6 +19,29 @@ def propose(
     for k in range(1, count):
         words.append(draw(drafter.extend(state, words[-1][:, None])[:, 0], k))
     return torch.stack(words, 1)
+
+
+def drafted(drafter: Drafter) -> Tensor:
+    """Draft logits of two draft steps on a fixed prompt, `[2, V_d]`."""
+    assert isinstance(drafter, nn.Module)
+    width = 32 * len(drafter.taps)
+    ids = torch.tensor([[5, 80, 9, 260, 33]])
+    taps = torch.linspace(-2, 2, 5 * width).sin().view(1, 5, width)
+    logits: list[Tensor] = []
+
+    def draw(step: Tensor, k: int) -> Tensor:
+        logits.append(step[0].float())
+        return torch.tensor([47])
+
+    training = drafter.training
+    drafter.eval()
+    with torch.no_grad():
+        state = drafter.start(1, 16)
+        drafter.prefill(state, ids, [5], taps)
+        drafter.commit(state, torch.tensor([[21]]), [1], taps[:, -1:])
+        propose(drafter, state, 2, draw)
+    drafter.train(training)
+    return torch.stack(logits)
 
 
 def greedy_reference(target: Target, request: Request, limit: int, eos: list[int]) -> list[int]:

@@ -143,6 +143,7 @@ class Scripted:
     """Proposes by `say(text, drafted so far) -> logits [V]`; all -inf has nothing to propose."""
 
     family, taps, one_pass, draft_ids, max_positions = "scripted", (), True, None, None
+    max_draft_tokens: int | None = None
 
     def __init__(self, say: Callable[[Words, Words], Tensor], may_abstain: bool = False):
         self.say, self.may_abstain = say, may_abstain

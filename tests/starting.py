@@ -11,24 +11,41 @@ from torch import Tensor
 
 from draftsmith.data.target import Target
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.drafters.dflash import DFlashDrafter
+from draftsmith.drafters.dflash_config import DFlashConfig
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.jump import JumpConfig, JumpDrafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
+from draftsmith.drafters.registry import TrainedConfig, family_config
 from draftsmith.drafters.start import new_drafter
 
 WEIGHTS = "model.safetensors"
 TAPS = (0, 1, 2)  # not those that null takes
 SOME = torch.tensor([0, 1, 2, *range(7, 400, 5)])
-KINDS = ("eagle3", "causal", "causal reduced")
+KINDS = (
+    *("eagle3", "causal", "causal reduced", "dflash", "dflash reduced"),
+    *("medusa", "medusa reduced", "mlp", "jump"),
+)
 
 
-def build(target: Target, kind: str) -> Eagle3Drafter | CausalDrafter:
+def build(target: Target, kind: str) -> Any:
     """A drafter that is not what a new one begins as."""
     torch.manual_seed(2)
-    drafter: Eagle3Drafter | CausalDrafter
-    if kind == "eagle3":
+    drafter: Any
+    family, _, reduced = kind.partition(" ")
+    ids = SOME if reduced else None
+    if family == "eagle3":
         drafter = Eagle3Drafter.from_target(target, Eagle3Config(TAPS, len(SOME)), SOME)
+    elif family == "medusa":
+        drafter = MedusaDrafter.from_target(target, MedusaConfig(num_layers=2), ids)
+    elif family == "mlp":
+        drafter = MLPDrafter.from_target(target, MLPConfig(scale_input=True), ids)
+    elif family == "jump":
+        drafter = JumpDrafter.from_target(target, JumpConfig(begin=1), SOME)
+    elif family == "dflash":
+        drafter = DFlashDrafter.from_target(target, DFlashConfig(taps=TAPS), ids)
     else:
-        ids = SOME if kind == "causal reduced" else None
         drafter = CausalDrafter.from_target(target, CausalConfig(layers=(3, 1, 0)), ids)
     with torch.no_grad():
         for parameter in drafter.trainable():
@@ -36,10 +53,10 @@ def build(target: Target, kind: str) -> Eagle3Drafter | CausalDrafter:
     return drafter
 
 
-def config_for(folder: Path | str, family: str, **options: Any) -> Eagle3Config | CausalConfig:
+def config_for(folder: Path | str, family: str, **options: Any) -> TrainedConfig:
     section = {"family": family, "start": str(folder), **options}
     _, config = family_config(section, "r.yaml")
-    assert isinstance(config, Eagle3Config | CausalConfig)
+    assert isinstance(config, TrainedConfig)
     return config
 
 

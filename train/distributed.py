@@ -14,10 +14,12 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from ..configs.errors import UserError
+from ..configs.recipe import Recipe
 from ..configs.training import TrainSection
 from ..data.store import RecordStore
 from ..data.target import Target
 from ..drafters.base import Drafter
+from ..drafters.registry import family_config, runs_target
 
 TargetUse = Literal["replicated", "sharded", "absent"]
 
@@ -141,8 +143,17 @@ class Whole:
 # ---- the target
 
 
-def target_use(section: TrainSection, store: RecordStore) -> TargetUse:
+def target_use(recipe: Recipe, store: RecordStore) -> TargetUse:
     """How the frozen target is kept while training. Raises `UserError` for what cannot be."""
+    section = recipe.train
+    family, config = family_config(recipe.drafter, f"recipe '{recipe.name}'")
+    if runs_target(config):
+        if section.target not in ("auto", "replicated"):
+            raise UserError(
+                f"drafter.family '{family}' runs the target's own layers, which train.target "
+                f"{section.target} does not keep in each process; take auto or replicated"
+            )
+        return "replicated"
     running = {
         "records without states": store.settings["distributions"] == "none",
         "train.on_policy": section.on_policy is not None,

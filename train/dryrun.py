@@ -107,10 +107,10 @@ def dry_run(
     check_unroll(drafter.family, drafter.max_draft_tokens, section.unroll)
     if store is None:
         settings = {"distributions": recipe.collect.distributions}
-        use = target_use(section, RecordStore(folder, settings, False))
+        use = target_use(recipe, RecordStore(folder, settings, False))
         course = _planned(recipe, asks)
     else:
-        use = target_use(section, store)
+        use = target_use(recipe, store)
         course, target = _of_store(recipe, store, target, objective, use, accept)
         settings = store.settings
     found = _found(recipe, target, drafter, objective, course, use, folder, settings)

@@ -29,7 +29,9 @@ class TrainingFlops:
     context: for each token that is read; drafted: for each reply token, over all unrolled steps;
     attended: for each query with one key; head: for each token that a step scores; target: for each
     token that the first step scores, of the target's head; steps: unrolled ones, None for a family
-    that predicts in one pass.
+    that predicts in one pass; sighted: for each pair of tokens that are read, where they see each
+    other before anything is drafted; prompted: for each query of a prompt with one key, in layers
+    whose outputs there others have keys of.
     """
 
     context: float
@@ -38,15 +40,20 @@ class TrainingFlops:
     head: float
     target: float
     steps: int | None
+    sighted: float = 0.0
+    prompted: float = 0.0
 
     @classmethod
     def of(cls, drafter: Drafter, p: DraftVocabularyP, steps: int) -> "TrainingFlops":
         """Of a drafter that is trained on `p` with `steps` unrolled steps."""
         grown = _GROWN[drafter.family](drafter, steps)
         weights = {id(w): w for w in (drafter.head_rows(k)[0] for k in range(steps))}
-        head = sum(map(_matrix, weights.values())) / len(weights)
+        head = grown.scored + sum(map(_matrix, weights.values())) / len(weights)
         target = 2.0 * p.width * p.target.hidden_size  # forward alone
-        return cls(grown.context, grown.drafted, grown.attended, head, target, grown.steps)
+        return cls(
+            *(grown.context, grown.drafted, grown.attended, head, target, grown.steps),
+            *(grown.sighted, grown.prompted),
+        )
 
     def conversations(self, lengths: Tensor, prompt_lens: Tensor, states: bool) -> Tensor:
         """FLOPs of conversations of `lengths` tokens with prompts of `prompt_lens`: `[C]` float64.
@@ -59,6 +66,7 @@ class TrainingFlops:
         scored = (reply - 1 - k).clamp_min(0)  # [K, C]
         pairs = read * read if self.steps is None else (reply * (read + k)).sum(0)
         found = self.context * read + self.drafted * reply + self.attended * pairs
+        found += self.sighted * read * read + self.prompted * (read - reply) * read
         found += self.head * scored.sum(0)
         return found + self.target * scored[0] if states else found
 
@@ -69,23 +77,30 @@ class TrainingFlops:
 
 
 class _Grown(NamedTuple):
-    """The fields of `TrainingFlops` that are a family's own."""
+    """The fields of `TrainingFlops` that are a family's own, and what adds to its `head`."""
 
     context: float
     drafted: float
     attended: float
     steps: int | None
+    sighted: float = 0.0
+    prompted: float = 0.0
+    scored: float = 0.0
 
 
 def _of_eagle3(drafter: Any, steps: int) -> _Grown:
-    layer = drafter.midlayer
-    known = _matrix(layer.self_attn.k_proj.weight) + _matrix(layer.self_attn.v_proj.weight)
-    own = _matrices(layer) - known
+    *earlier, last = drafter.layers
+    known = _matrix(last.self_attn.k_proj.weight) + _matrix(last.self_attn.v_proj.weight)
+    own = _matrices(last) - known
+    before = sum(map(_matrices, earlier))  # of the true text, too: the last layer has keys of it
+    down = 0.0 if drafter.head_down is None else _matrix(drafter.head_down.weight)
+    pair = _pair(drafter.config)
     return _Grown(
-        context=_matrix(drafter.fc.weight, inputs=False) + known,  # the taps are given
-        drafted=steps * own + (steps - 1) * known,
-        attended=_pair(drafter.config),
+        context=_matrix(drafter.fc.weight, inputs=False) + known + before,  # the taps are given
+        drafted=steps * (own + down) + (steps - 1) * (known + before),
+        attended=pair,
         steps=steps,
+        prompted=pair * len(earlier) / len(drafter.layers),
     )
 
 
@@ -95,9 +110,56 @@ def _of_text(drafter: Any, steps: int) -> _Grown:
     return _Grown(read, 0.0, _pair(text), None)
 
 
+def _of_medusa(drafter: Any, steps: int) -> _Grown:
+    first, *later = drafter.blocks[0].layers
+    # The target's state is given, and every head reads those alone that it is scored on.
+    own = _matrix(first.weight, inputs=False) + sum(_matrix(layer.weight) for layer in later)
+    return _Grown(context=0.0, drafted=0.0, attended=0.0, steps=steps, scored=own)
+
+
+def _of_mlp(drafter: Any, steps: int) -> _Grown:
+    last = len(drafter.proj) - 1
+    own = sum(_matrix(drafter.proj[min(k, last)].weight, inputs=k > 0) for k in range(steps))
+    return _Grown(context=0.0, drafted=own, attended=0.0, steps=steps)
+
+
+def _of_jump(drafter: Any, steps: int) -> _Grown:
+    body = drafter.span.body
+    text = body.config.get_text_config(decoder=True)
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    layers, predictor = _matrices(body, experts), _matrices(drafter.blocks)
+    return _Grown(
+        context=layers / 2,  # the true text needs no gradient
+        drafted=steps * (layers + predictor + _matrix(drafter.fc.weight)),
+        attended=_pair(text),
+        steps=steps,
+        sighted=_pair(text) / 3,
+    )
+
+
+def _of_block(drafter: Any, steps: int) -> _Grown:
+    layers = drafter.layers
+    known = sum(
+        _matrix(a.k_proj.weight) + _matrix(a.v_proj.weight) for a in (x.self_attn for x in layers)
+    )
+    own = drafter.block_size * _matrices(layers)
+    if drafter.correction is not None:
+        own += steps * _matrices(drafter.correction)
+    return _Grown(
+        context=_matrix(drafter.fc.weight, inputs=False) + known,  # the taps are given
+        drafted=own,
+        attended=_pair(drafter.config) * drafter.block_size / steps,
+        steps=steps,
+    )
+
+
 _GROWN: dict[str, Callable[[Any, int], _Grown]] = {
     "eagle3": _of_eagle3,
     "causal": _of_text,
+    "dflash": _of_block,
+    "jump": _of_jump,
+    "medusa": _of_medusa,
+    "mlp": _of_mlp,
 }
 """By family, of a drafter that is trained with so many unrolled steps."""
 

@@ -61,7 +61,7 @@ def train(
         console.print(f"{finished} is already trained")
         return finished
     section, processes = recipe.train, start_processes(target.device)
-    use = target_use(section, store)
+    use = target_use(recipe, store)
     objective = bind_objective(recipe.objective, recipe.serving)
     set_seed(recipe.seed)
     if use == "sharded":  # first, so that no device has to hold or run all of it

@@ -10,6 +10,7 @@ from torch import nn
 from ..configs.training import TrainSection
 from ..data.target import Target
 from ..drafters.base import Drafter
+from ..drafters.dflash_layer import PLACES
 from ..drafters.distribution import DraftVocabularyP
 from .chunks import rows_of_a_block
 from .distributed import TargetUse
@@ -24,14 +25,15 @@ _IN_LOW_PRECISION = 0.75  # of activations: norms keep what they read in float32
 class Extents:
     """A batch as a device lays it out: rows of `width` tokens, one conversation each or packed.
 
-    late: tokens of all rows that unrolled steps after the first compute; scored: tokens that each
-    step predicts.
+    late: tokens of all rows that unrolled steps after the first compute; rounds: places of all rows
+    for tokens that a round begins behind; scored: tokens that each step predicts.
     """
 
     rows: int
     width: int
     packed: bool
     late: float
+    rounds: float
     scored: tuple[int, ...]
 
 
@@ -44,9 +46,11 @@ def extents(lengths: Sequence[int], prompts: Sequence[int], steps: int, packed: 
     width = max(lengths)
     if packed:
         late = _UNEVEN * (sum(lengths) - sum(prompts))
-        return Extents(-(-sum(lengths) // width), width, True, late, scored)
+        return Extents(-(-sum(lengths) // width), width, True, late, late, scored)
     rows = len(lengths)
-    return Extents(rows, width, False, rows * (width - min(prompts)), scored)
+    longest = max(n - p - 1 for n, p in zip(lengths, prompts, strict=True))
+    late = rows * (width - min(prompts))
+    return Extents(rows, width, False, late, rows * max(1, longest), scored)
 
 
 def weights(drafter: Drafter) -> tuple[int, int]:
@@ -141,13 +145,19 @@ def _of_head(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[flo
     config, attention = drafter.config, drafter.midlayer.self_attn
     h, i = config.hidden_size, config.intermediate_size
     q, kv = attention.heads * attention.d, 2 * attention.kv_heads * attention.d
-    read, late = batch.rows * (batch.width - 1), batch.late
-    kept, inside = 1.0 * read * len(drafter.taps) * h, []
+    read, late, count = batch.rows * (batch.width - 1), batch.late, len(drafter.layers)
+    kept, inside = 1.0 * read * drafter.fc.in_features, []
+    each = 2 * h if drafter.head_down is None else 3 * h
     for k, scored in enumerate(batch.scored):
         pairs, seen = late if k else read, read + k * late
-        mask = late * seen / batch.rows / (1 if batch.packed else batch.rows)
-        kept += pairs * (h + (kv if again else 0)) + scored * 2 * h
-        inside.append(pairs * (4 * h + q) + seen * kv + mask + late * (q + 3 * h + 4 * i))
+        given = count * kv if again and k + 1 < len(batch.scored) else 0  # to later steps
+        kept += pairs * (h + given) + scored * each
+        step = pairs * h  # the embedding's, which only the first layer reads
+        for layer in range(count):
+            out = late if layer + 1 == count else pairs
+            mask = out * seen / batch.rows / (1 if batch.packed else batch.rows)
+            step += pairs * (3 * h + q) + seen * kv + mask + out * (q + 3 * h + 4 * i)
+        inside.append(step)
     return kept, inside
 
 
@@ -165,8 +175,62 @@ def _of_text(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[flo
     return read * (2 + (count if again else 0)) * h, [layer] * count
 
 
+def _of_medusa(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[float]]:
+    layers = drafter.options["num_layers"]
+    inside = [(2.0 * layers - 1) * drafter.width * scored for scored in batch.scored]
+    return 1.0 * drafter.width * sum(batch.scored), inside
+
+
+def _of_mlp(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[float]]:
+    rounds, later = batch.scored[0], len(batch.scored) - 1
+    kept = rounds * (drafter.width + later * drafter.inner_dim)
+    return 1.0 * kept, [3.0 * rounds * drafter.inner_dim] * (later + 1)
+
+
+def _of_jump(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[float]]:
+    span = drafter.span
+    h, text = span.target.hidden_size, span.target.text_config
+    d = getattr(text, "head_dim", None) or h // text.num_attention_heads
+    q = text.num_attention_heads * d
+    kv = 2 * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * d
+    i = getattr(text, "intermediate_size", None) or 4 * h
+    read, late, count = batch.rows * (batch.width - 1), batch.late, len(span.layers)
+    kept, inside = 2.0 * h * sum(batch.scored), []
+    if again:  # what each step is given: states, and keys and values of those before
+        kept += late * h if batch.packed else read * 2 * h  # copied there, a view of taps here
+        kept += read * kv * count + (len(batch.scored) - 1) * late * (h + kv * count)
+    predictor = 4 * h + len(drafter.blocks) * (3 * h + 4 * drafter.hidden)
+    for k in range(len(batch.scored)):
+        seen = read + (k + 1) * late
+        mask = late * seen / batch.rows / (1 if batch.packed else batch.rows)
+        layer = late * (2 * h + 3 * i + 2 * q) + seen * 2 * q + mask  # weights are frozen
+        inside.append(late * (predictor + (h if k else 0)) + count * layer)
+    return kept, inside
+
+
+def _of_block(drafter: Any, batch: Extents, again: bool) -> tuple[float, list[float]]:
+    config, attention, size = drafter.config, drafter.layers[0].self_attn, drafter.block_size
+    h, d, i = config.hidden_size, attention.d, config.intermediate_size
+    q, kv = attention.q_proj.out_features, 2 * attention.k_proj.out_features
+    read, places = batch.rows * (batch.width - 1), batch.rounds * size
+    together = max(1, PLACES // size) * size
+    groups = max(1.0, places / batch.rows / together)
+    together = min(together, places / batch.rows)
+    keys = groups * read * kv + places * kv
+    mask = places * (read / batch.rows + together)
+    layer = places * (6 * h + 4 * q + kv + 4 * i) + read * kv + keys + mask
+    corrected = 0 if drafter.correction is None else 7.5 * h
+    kept = read * (len(drafter.taps) + 3) * h + sum(batch.scored) * (2 * h + corrected)
+    kept += len(drafter.layers) * places * h if again else 2 * d * (read + places)
+    return kept, [layer] * len(drafter.layers)
+
+
 _SAVED: dict[str, Callable[[Any, Extents, bool], tuple[float, list[float]]]] = {
     "eagle3": _of_head,
     "causal": _of_text,
+    "dflash": _of_block,
+    "jump": _of_jump,
+    "medusa": _of_medusa,
+    "mlp": _of_mlp,
 }
 """By family, what `saved` tells."""

@@ -94,16 +94,17 @@ def score(
     law: Law,
     steps: int,
     limit: int,
-    drafting: Drafting = "sampled",
+    drafting: Drafting | Law = "sampled",
 ) -> list[Conversation]:
     """Scores of `records`, all sampled under `law`, for drafts of up to `steps` tokens.
 
-    `limit` is the collection's max_new_tokens. Replies of one token say nothing and are left out.
+    `limit` is the collection's max_new_tokens. `drafting` may be the very law that drafts are drawn
+    from. Replies of one token say nothing and are left out.
     """
     found: dict[str, Conversation] = {}
     longer = sorted((r for r in records if len(r.reply) > 1), key=lambda r: len(r.ids))
     p = DraftVocabularyP(target, drafter.draft_ids, law)
-    q_law = draft_law(law, drafting)
+    q_law = drafting if isinstance(drafting, Law) else draft_law(law, drafting)
     for start in range(0, len(longer), _ROWS):
         part = longer[start : start + _ROWS]
         batch = collate(part, sorted({r.domain for r in part})).to(target.device)
@@ -190,14 +191,22 @@ def expected(
 
     At T = 0, and for greedy drafts, both verifiers are the same.
     """
+    m, length = survivals(conversations, num_draft_tokens, verifier)
+    rounds, weights = al.expected_rounds(m, length)
+    budget = torch.tensor([c.limit for c in conversations])
+    drafted = al.drafted_tokens(length, budget, m.shape[1], num_draft_tokens)
+    accepted, attempts = al.survival(m, weights, length, drafted)
+    return Expected(length.double(), rounds, accepted, attempts)
+
+
+def survivals(
+    conversations: Sequence[Conversation], num_draft_tokens: int, verifier: str
+) -> tuple[Tensor, Tensor]:
+    """P(A >= k) of a round by its start, `[B, N, γ]`, and how many starts there are, `[B]`."""
     length = torch.tensor([c.tokens for c in conversations])  # [B]
     longest = int(length.max())
     ratio = torch.zeros(len(conversations), longest, num_draft_tokens, dtype=torch.float64)
     for b, c in enumerate(conversations):
         ratio[b, : c.tokens] = c.log_ratio[:, :num_draft_tokens]
     m = al.survival_block(ratio) if verifier == "block" else al.survival_token(ratio)
-    rounds, weights = al.expected_rounds(m, length)
-    budget = torch.tensor([c.limit for c in conversations])
-    drafted = al.drafted_tokens(length, budget, longest, num_draft_tokens)
-    accepted, attempts = al.survival(m, weights, length, drafted)
-    return Expected(length.double(), rounds, accepted, attempts)
+    return m, length

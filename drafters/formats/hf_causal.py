@@ -16,11 +16,16 @@ from ..about import About
 from ..adapters import ADAPTER, merged, write_adapter
 from ..causal import CausalDrafter
 from .config import config_of, old_rope
+from .tensors import whole_files
 
 
 def claims(folder: Path) -> bool:
-    """Whether the folder has a model's configuration: what no head claims is a language model."""
-    return "model_type" in config_of(folder)
+    """Whether the folder has a model's configuration: what no head claims is a language model.
+
+    But for what the speculators library writes, which says what it is.
+    """
+    raw = config_of(folder)
+    return "model_type" in raw and "speculators_model_type" not in raw
 
 
 def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
@@ -91,6 +96,8 @@ def read(folder: Path) -> CausalDrafter:
 
     Raises `UserError` naming any tensor that does not fit.
     """
+    if any(folder.glob("model*.safetensors*")):
+        whole_files(folder)  # transformers names no file that is cut off
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True

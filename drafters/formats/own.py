@@ -1,6 +1,7 @@
 """The layout of drafters that no engine reads: weights by our names, options in `draftsmith.json`.
 
-A drafter is built as a recipe with those options would build it, and every weight is replaced.
+A drafter is built as a recipe with those options would build it, and every weight of its own is
+replaced by the folder's. What it shares with the target is not written: it stays the target's.
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...data.target import Target
 from ..about import OWN, About
 from ..base import Drafter
 from ..registry import FAMILIES, FamilyConfig, family_config
+from .fits import check_ids
 from .tensors import check_tensors, read_tensors, write_tensors
 
 
@@ -32,11 +34,21 @@ def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
 
 
 def shape(folder: Path, target: Target, about: About) -> Drafter:
-    """The drafter as it would begin, with the draft vocabulary of the folder."""
+    """The drafter as it would begin, with the draft vocabulary of the folder.
+
+    Raises `UserError` for a target that lacks tokens or layers of it.
+    """
     assert about.family is not None
-    ids = None if about.draft_ids is None else torch.tensor(about.draft_ids)
-    config = config_of(folder, about)
-    return FAMILIES[about.family].build(target, config, ids)
+    ids, config = None, config_of(folder, about)
+    if about.draft_ids is None and getattr(config, "vocab_size", None) is not None:
+        raise UserError(f"{folder / OWN}: 'draft_ids' is missing")
+    if about.draft_ids is not None:
+        check_ids(folder, max(about.draft_ids), target)
+        ids = torch.tensor(about.draft_ids, device="cpu")  # rows are taken by them, on device meta
+    try:
+        return FAMILIES[about.family].build(target, config, ids)
+    except UserError as error:
+        raise UserError(f"{folder / OWN}: {error}") from error
 
 
 def read(folder: Path, target: Target, about: About) -> Drafter:
@@ -50,7 +62,8 @@ def read(folder: Path, target: Target, about: About) -> Drafter:
         raise UserError(f"{folder}: tensors of several precisions, {sorted(map(str, dtypes))}")
     for name, parameter in drafter.named_parameters():
         value = found.get(name, parameter.data).to(dtype=next(iter(dtypes)))
-        parameter.data = value.to(parameter.device)
+        # A copy: products of unaligned weights, as they lie in a mapped file, round otherwise.
+        parameter.data = value.clone().to(parameter.device)
     return drafter
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.files import cache_folder, whole_file, whole_folder, write_json
+from draftsmith.data.files import (
+    cache_folder,
+    size_text,
+    whole_file,
+    whole_folder,
+    write_json,
+)
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -105,3 +111,18 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache_folder() == tmp_path / "xdg" / "draftsmith"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / ".cache" / "draftsmith"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1234, "1.2 kB"),
+        (39_348_648, "39.3 MB"),
+        (5e9, "5.0 GB"),
+        (7e12, "7000.0 GB"),
+    ],
+)
+def test_sizes_as_people_read_them(size: float, text: str) -> None:
+    assert size_text(size) == text

@@ -13,7 +13,7 @@ import pytest
 from draftsmith.configs.collection import ServerSection
 from draftsmith.configs.errors import UserError
 from draftsmith.data import served
-from draftsmith.data.served import serving
+from draftsmith.data.served import Program, serving, started
 
 # Is ready after a while, as told by /health or, in an old one, by /v1/models alone. It tells both
 # process ids; its child ignores SIGTERM.
@@ -106,6 +106,55 @@ with serving(ServerSection(command={server(tmp_path).command!r}), "m"):
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
     assert [gone(pid) for pid in pids(tmp_path)] == [True, True]
+
+
+def test_its_scratch_folder_is_gone_with_a_killed_process(tmp_path: Path) -> None:
+    scratch = tmp_path / "some scratch"
+    scratch.mkdir()
+    (scratch / "big.gguf").touch()
+    code = f"""
+import time
+from pathlib import Path
+from draftsmith.data.served import Program, started
+command = {server(tmp_path).command!r}
+with started(Program(command, "it", "no option", 30.0, scratch=Path({str(scratch)!r}))):
+    print("up", flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"up\n"
+    assert scratch.exists()
+    parent.terminate()
+    parent.communicate()
+    assert [gone(pid) for pid in pids(tmp_path)] == [True, True]
+    for _ in range(200):
+        if not scratch.exists():
+            return
+        time.sleep(0.02)
+    pytest.fail("the folder is still there")
+
+
+def test_its_environment_is_added_to_this_one(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['OWN'], 'PATH' in os.environ); raise SystemExit(1)"
+    program = Program((sys.executable, "-c", code), "it", "no option", 30.0, {"OWN": "a b"})
+    with (
+        pytest.raises(UserError, match=r"it ended with status 1;.*\n  a b True$"),
+        started(program),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_its_limit_ends_it_whatever_it_does(ready: bool, tmp_path: Path) -> None:
+    """Before it answers, and while it is used."""
+    quiet = (sys.executable, "-c", "import time; time.sleep(60)")
+    command = server(tmp_path).command if ready else quiet
+    program = Program(command, "it", "no option", 30.0, limit=3.0 if ready else 0.5)
+    with pytest.raises(UserError, match="it was ended after"), started(program):
+        assert ready
+        assert gone(pids(tmp_path)[0])
+        raise UserError("cannot be reached")
 
 
 def test_one_that_ends_at_once_shows_what_it_said(tmp_path: Path) -> None:

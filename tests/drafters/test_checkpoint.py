@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import propose
+from drafting import drafted
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,11 +21,18 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.checkpoint import OWN, load_drafter, read_own, save_drafter, weights_hash
+from draftsmith.drafters.dflash import DFlashDrafter
+from draftsmith.drafters.dflash_config import DFlashConfig
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
 
 WEIGHTS = "model.safetensors"
 SOME = torch.tensor([0, 1, 2, *range(7, 400, 5)])
-KINDS = ("eagle3", "causal", "causal reduced")
+KINDS = (
+    *("eagle3", "causal", "causal reduced", "dflash", "dflash reduced"),
+    *("medusa", "medusa reduced", "mlp"),
+)
 
 
 def build(target: Target, kind: str) -> Drafter:
@@ -33,31 +40,14 @@ def build(target: Target, kind: str) -> Drafter:
     if kind == "eagle3":
         config = Eagle3Config(taps=(0, 1, 2), draft_vocab_size=len(SOME))
         return Eagle3Drafter.from_target(target, config, SOME)
-    ids = SOME if kind == "causal reduced" else None
+    ids = SOME if kind.endswith("reduced") else None
+    if kind.startswith("medusa"):
+        return MedusaDrafter.from_target(target, MedusaConfig(), ids)
+    if kind == "mlp":
+        return MLPDrafter.from_target(target, MLPConfig(inner_dim=24, scale_input=True), ids)
+    if kind.startswith("dflash"):
+        return DFlashDrafter.from_target(target, DFlashConfig(taps=(0, 1, 2)), ids)
     return CausalDrafter.from_target(target, CausalConfig(layers=(0, 3)), ids)
-
-
-def drafted(drafter: Drafter) -> Tensor:
-    """Draft logits of two draft steps on a fixed prompt, `[2, V_d]`."""
-    assert isinstance(drafter, nn.Module)
-    width = 96 if drafter.taps else 0
-    ids = torch.tensor([[5, 80, 9, 260, 33]])
-    taps = torch.linspace(-2, 2, 5 * width).sin().view(1, 5, width)
-    logits: list[Tensor] = []
-
-    def draw(step: Tensor, k: int) -> Tensor:
-        logits.append(step[0].float())
-        return torch.tensor([47])
-
-    training = drafter.training
-    drafter.eval()
-    with torch.no_grad():
-        state = drafter.start(1, 16)
-        drafter.prefill(state, ids, [5], taps)
-        drafter.commit(state, torch.tensor([[21]]), [1], taps[:, -1:])
-        propose(drafter, state, 2, draw)
-    drafter.train(training)
-    return torch.stack(logits)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -116,7 +106,7 @@ def test_what_our_own_file_says(saved: tuple[Drafter, Path], tiny_target: Target
     assert own["draft_ids"] == (SOME.tolist() if reduced_lm else None)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "causal"])
+@pytest.mark.parametrize("kind", ["eagle3", "causal", "dflash"])
 def test_saving_in_low_precision_leaves_the_drafter_alone(
     tiny_target: Target, tmp_path: Path, kind: str
 ) -> None:
@@ -196,8 +186,20 @@ def test_any_missing_tensor_is_named(
             load_drafter(part, tiny_target)
 
 
-NORMS = {"eagle3": "midlayer.hidden_norm.weight", "causal": "model.layers.0.input_layernorm.weight"}
-MATRICES = {"eagle3": "fc.weight", "causal": "model.layers.1.mlp.up_proj.weight"}
+NORMS = {
+    "eagle3": "midlayer.hidden_norm.weight",
+    "causal": "model.layers.0.input_layernorm.weight",
+    "dflash": "layers.1.self_attn.k_norm.weight",
+    "medusa": "blocks.2.layers.0.bias",
+    "mlp": "speculator.ln.0.bias",
+}
+MATRICES = {
+    "eagle3": "fc.weight",
+    "causal": "model.layers.1.mlp.up_proj.weight",
+    "dflash": "layers.0.self_attn.o_proj.weight",
+    "medusa": "blocks.1.layers.0.weight",
+    "mlp": "speculator.proj.1.weight",
+}
 
 
 def test_a_renamed_tensor_is_missing_and_unexpected(

@@ -1,5 +1,6 @@
 """Gradient checkpointing: the same loss and gradients, bit for bit, and less kept for them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.lookup import LookupConfig, LookupDrafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
 from draftsmith.drafters.skip import SkipConfig, SkipDrafter
 from draftsmith.train.objective import bind_objective
 from draftsmith.train.step import Scorer, scored_tokens
@@ -29,13 +32,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
 DOMAINS = ("a", "b")
 IDS = torch.arange(0, 400, 3)
-TRAINED = ("eagle3", "causal")
+TRAINED = ("eagle3", "causal", "medusa", "mlp")
 
 
 def drafter_of(family: str, target: Target) -> Any:
     torch.manual_seed(5)
     if family == "causal":
         return CausalDrafter.from_target(target, CausalConfig(layers=(0, 1, 3)), None)
+    if family == "medusa":
+        config = MedusaConfig(num_heads=STEPS, num_layers=4)
+        return MedusaDrafter.from_target(target, config, IDS)
+    if family == "mlp":
+        return MLPDrafter.from_target(target, MLPConfig(n_predict=STEPS), IDS)
     return Eagle3Drafter.from_target(target, Eagle3Config(draft_vocab_size=len(IDS)), IDS)
 
 
@@ -71,8 +79,10 @@ def trained_on(
     return loss.detach(), [p.grad.clone() for p in drafter.trainable()]
 
 
-def batch_of(records: list[Record], packed: bool = False) -> TrainBatch:
-    return collate(records[:10], DOMAINS, packed)
+def batch_of(records: list[Record], packed: bool = False, drafter: Any = None) -> TrainBatch:
+    """With as many states as the drafter reads, whatever layers they are of."""
+    batch = collate(records[:10], DOMAINS, packed)
+    return replace(batch, taps=batch.taps[..., : 32 * len(drafter.taps)]) if drafter else batch
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -81,7 +91,8 @@ def batch_of(records: list[Record], packed: bool = False) -> TrainBatch:
 def test_loss_and_gradients_are_the_same_bit_for_bit(
     family: str, objective: dict[str, Any], packed: bool, tiny_target: Target, records: list[Record]
 ) -> None:
-    drafter, batch = drafter_of(family, tiny_target).train(), batch_of(records, packed)
+    drafter = drafter_of(family, tiny_target).train()
+    batch = batch_of(records, packed, drafter)
     loss, grads = trained_on(drafter, tiny_target, batch, **objective)
     drafter.checkpoint(True)
     again, same = trained_on(drafter, tiny_target, batch, **objective)
@@ -126,7 +137,7 @@ def test_less_is_kept_and_only_in_training(
         drafter = drafter_of(family, tiny_target).train()
     else:
         drafter = drafter_of("causal", load_tiny(family)).train()
-    batch = batch_of(records)
+    batch = batch_of(records, False, drafter)
     before = kept_bytes(drafter, batch)
     drafter.checkpoint(True)
     assert 0 < kept_bytes(drafter, batch) < before / 3
@@ -161,10 +172,10 @@ def test_drafting_is_not_touched(family: str, tiny_target: Target, records: list
 
     def drafted() -> list[int]:
         state = drafter.start(1, 40)
-        taps = record.states.taps[None].float()  # type: ignore[union-attr]
+        taps = record.states.taps[None, :, : 32 * len(drafter.taps)].float()  # type: ignore[union-attr]
         drafter.prefill(state, record.ids[None, :n], [n], taps[:, :n])
         drafter.commit(state, record.ids[None, n : n + 1], [1], taps[:, n - 1 : n])
-        return propose(drafter, state, 5, lambda logits, k: logits.argmax(-1))[0].tolist()
+        return propose(drafter, state, STEPS, lambda logits, k: logits.argmax(-1))[0].tolist()
 
     with torch.no_grad():
         plain = drafted()

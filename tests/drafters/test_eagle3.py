@@ -3,25 +3,30 @@
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from drafting import propose
 from torch import Tensor
+from unrolling import (
+    STEPS,
+    TOLERANCE,
+    Decoding,
+    assert_parity,
+    by_token,
+    conversations,
+    taps_of,
+    unrolled,
+)
 
-from draftsmith.data.gather import recompute_states
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
-from draftsmith.data.warp import Law
-from draftsmith.drafters.base import Step, TrainBatch, supervised_at, token_index
+from draftsmith.drafters.base import TrainBatch, supervised_at, token_index
 from draftsmith.drafters.batch import collate
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 
-STEPS = 4
 TAPS = (0, 1, 2)
-PROMPTS, REPLIES = (5, 9), (12, 7)
-TOLERANCE = 1e-4
 
 
 def draft_ids(count: int = 60) -> Tensor:
@@ -40,27 +45,6 @@ def new_head(target: Target, init: str = "random", taps: tuple[int, ...] = TAPS)
     return drafter.eval()
 
 
-def conversations(
-    target: Target,
-    taps: tuple[int, ...],
-    prompts: Sequence[int] = PROMPTS,
-    replies: Sequence[int] = REPLIES,
-) -> list[Record]:
-    """Random conversations with the target's true states, computed row by row."""
-    rng = random.Random(11)
-    records = []
-    for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        ids = torch.tensor([rng.randrange(3, 400) for _ in range(prompt + reply)])
-        bare = Record(f"p{number}", "chat", "train", Law(), number, "length", ids, prompt, None)
-        records += recompute_states(target, [bare], taps)
-    return records
-
-
-def taps_of(record: Record) -> Tensor:
-    assert record.states is not None
-    return record.states.taps
-
-
 @pytest.fixture(scope="module")
 def head(tiny_target: Target) -> Eagle3Drafter:
     return new_head(tiny_target)
@@ -74,108 +58,6 @@ def records(tiny_target: Target) -> list[Record]:
 @pytest.fixture(scope="module")
 def batch(records: list[Record]) -> TrainBatch:
     return collate(records, ["chat"])
-
-
-def unrolled(drafter: Eagle3Drafter, batch: TrainBatch) -> list[dict[tuple[int, int], Tensor]]:
-    """Logits `[V_d]` of every step by (row, reply token)."""
-    with torch.no_grad():
-        steps = drafter.unroll(batch, STEPS)
-        return [by_token(batch, step, drafter.head(step.hidden)) for step in steps]
-
-
-def by_token(batch: TrainBatch, step: Step, values: Tensor) -> dict[tuple[int, int], Tensor]:
-    assert step.token.tolist() == sorted(set(step.token.tolist()))
-    ends = (batch.first + batch.reply_lens).tolist()
-    found = {}
-    for token, value in zip(step.token.tolist(), values, strict=True):
-        row = next(b for b, end in enumerate(ends) if token < end)
-        found[row, token - int(batch.first[row])] = value
-    return found
-
-
-class Decoding:
-    """Drives the decode protocol over known conversations; rows leave when they have said all."""
-
-    def __init__(self, drafter: Eagle3Drafter, records: Sequence[Record], capacity: int = 40):
-        self.drafter, self.records = drafter, list(records)
-        self.said = [0 for _ in records]
-        self.places = list(range(len(records)))
-        lengths = [r.prompt_len for r in records]
-        ids = torch.full((len(records), max(lengths)), 7)
-        taps = torch.full((len(records), max(lengths), drafter.fc.in_features), 50.0)
-        for b, record in enumerate(records):
-            ids[b, : lengths[b]] = record.ids[: lengths[b]]
-            taps[b, : lengths[b]] = taps_of(record)[: lengths[b]]
-        self.state = drafter.start(len(records), capacity)
-        with torch.no_grad():
-            drafter.prefill(self.state, ids, lengths, taps)
-
-    def emit(self, counts: Sequence[int]) -> None:
-        """Commit the next true tokens; behind the counted ones stand others, with other states."""
-        width = max(counts) + 1
-        tokens = torch.full((len(counts), width), 9)
-        taps = torch.full((len(counts), width, self.drafter.fc.in_features), -30.0)
-        for b, (record, count) in enumerate(zip(self.records, counts, strict=True)):
-            at = record.prompt_len + self.said[b]
-            tokens[b, :count] = record.ids[at : at + count]
-            taps[b, :count] = taps_of(record)[at - 1 : at - 1 + count]
-            self.said[b] += count
-        self.drafter.commit(self.state, tokens, counts, taps)
-        keep = [row for row in range(len(self.records)) if self.left(row)]
-        self.state.select(keep)
-        for name in ("records", "said", "places"):
-            setattr(self, name, [getattr(self, name)[row] for row in keep])
-
-    def draft(self, right: Sequence[int]) -> list[dict[tuple[int, int], Tensor]]:
-        """Draft STEPS tokens, each row's first `right` the true ones: logits of each step by
-        (row, reply token it proposes)."""
-        logits: list[Tensor] = []
-
-        def draw(step: Tensor, k: int) -> Tensor:
-            assert k == len(logits)
-            logits.append(step)
-            tokens = []
-            for b, record in enumerate(self.records):
-                reply, r = record.reply.tolist(), self.said[b] + k
-                tokens.append(reply[r] if k < right[b] and r < len(reply) else 11)
-            return torch.tensor(tokens)
-
-        with torch.no_grad():
-            drafted = propose(self.drafter, self.state, STEPS, draw)
-        assert drafted.shape == (len(self.records), STEPS)
-        return [
-            {(self.places[b], self.said[b] + k): row for b, row in enumerate(step)}
-            for k, step in enumerate(logits)
-        ]
-
-    def left(self, row: int) -> int:
-        return len(self.records[row].reply) - self.said[row]
-
-
-def assert_parity(
-    drafter: Eagle3Drafter, records: Sequence[Record], accept: Callable[[int, int], int]
-) -> None:
-    """Decode with `accept(round, row)` accepted tokens a round: every right draft step's logits
-    must be those of the same unrolled step."""
-    expected = unrolled(drafter, collate(records, ["chat"]))
-    run = Decoding(drafter, records)
-    run.emit([1] * len(records))
-    compared: set[tuple[int, int, int]] = set()
-    number = 0
-    while run.records:
-        accepted = [accept(number, place) for place in run.places]
-        for k, step in enumerate(run.draft(accepted)):
-            for (place, r), logits in step.items():
-                row = run.places.index(place)
-                if k > accepted[row] or r >= len(run.records[row].reply):
-                    continue  # behind a wrong token, or behind the end
-                assert (logits - expected[k][place, r]).abs().max() < TOLERANCE, (k, place, r)
-                compared.add((k, place, r))
-        run.emit([min(a + 1, run.left(row)) for row, a in enumerate(accepted)])
-        number += 1
-    assert {(k, place) for k, place, _ in compared} >= {(0, p) for p in range(len(records))}
-    if accept(0, 0) == STEPS:
-        assert {k for k, _, _ in compared} == set(range(STEPS))
 
 
 # ---- parity of training and decoding

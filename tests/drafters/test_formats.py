@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.configs.errors import UserError
 from draftsmith.data.target import Target
+from draftsmith.drafters.about import About
+from draftsmith.drafters.borrowed import full_rope
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.formats import eagle3_flat, hf_causal
 from draftsmith.drafters.formats.config import old_rope
+from draftsmith.drafters.formats.fits import same_rounded
 
 TAPS = (0, 1, 2)
 IDS = torch.tensor([0, 1, 2, *range(5, 390, 7), 399])
@@ -43,10 +46,6 @@ def config_of(folder: Path) -> dict[str, Any]:
 def written(tiny_target: Target, tmp_path: Path) -> Path:
     eagle3_flat.write(head(tiny_target), tmp_path, torch.float32)
     return tmp_path
-
-
-def embedding(target: Target) -> torch.Tensor:
-    return target.model.get_input_embeddings().weight
 
 
 # ---- EAGLE-3
@@ -91,7 +90,7 @@ def test_layer_ids_in_both_conventions(written: Path, tiny_target: Target) -> No
     for hook in hooks:
         hook.remove()
     assert torch.equal(taps, torch.cat(inputs, -1))
-    assert eagle3_flat.read(written, embedding(tiny_target)).taps == tuple(nested)
+    assert eagle3_flat.read_for(written, tiny_target, About()).taps == tuple(nested)
 
 
 def test_tensors_by_name_and_shape(written: Path) -> None:
@@ -148,7 +147,7 @@ def test_either_spelling_is_read(
     eagle3_flat.write(drafter, tmp_path, torch.float32)
     config = {k: v for k, v in config_of(tmp_path).items() if k not in dropped}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    read = eagle3_flat.read(tmp_path, embedding(target))
+    read = eagle3_flat.read_for(tmp_path, target, About())
     assert torch.equal(read.rotary.inv_freq, drafter.rotary.inv_freq)
 
 
@@ -162,12 +161,14 @@ def test_rope_of_a_head_that_is_rotated_whole(load_tiny: Callable[..., Target]) 
     kinds = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
     gemma.text_config.rope_parameters = {**kinds, "sliding_attention": {"rope_theta": 1e4}}
     assert head(gemma).config.rope_parameters == kinds["full_attention"]
+    gemma.text_config.rope_parameters = {"main": {"rope_theta": 1e4}, "compress": {"rope_theta": 9}}
+    assert full_rope(gemma.text_config) == {"rope_theta": 1e4}
 
 
 def test_every_family_is_written_and_read(any_target: Target, tmp_path: Path) -> None:
     drafter = head(any_target)
     eagle3_flat.write(drafter, tmp_path, torch.float32)
-    read = eagle3_flat.read(tmp_path, embedding(any_target))
+    read = eagle3_flat.read_for(tmp_path, any_target, About())
     assert read.config.head_dim == drafter.config.head_dim
     assert torch.equal(read.rotary.inv_freq, drafter.rotary.inv_freq)
     for name, tensor in drafter.state_dict().items():
@@ -177,11 +178,18 @@ def test_every_family_is_written_and_read(any_target: Target, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"norm_before_fc": True}, r"'input_norm\.weight' is missing"),
+        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "layer ids disagree"),
-        ({"draft_vocab_size": 400}, "draft_vocab_size"),
+        ({"draft_vocab_size": 400}, r"'d2t' is \[59\], must be \[400\]"),
         ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {}}, "is missing"),
-        ({"hidden_size": 16}, r"'fc\.weight' is \[32, 96\], must be \[16, 48\]"),
+        ({"eagle_aux_hidden_state_layer_ids": ["a"]}, r"is \['a'\], must be a list of numbers"),
+        ({"eagle_config": [1]}, r"'eagle_config' is \[1\], must be a table"),
+        ({"target_hidden_size": "wide"}, "'target_hidden_size' is wide, must be a number"),
+        (
+            {"hidden_size": 16, "target_hidden_size": 32},
+            r"'fc\.weight' is \[32, 96\], must be \[16, 96\]",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -189,15 +197,23 @@ def test_a_config_that_does_not_fit_is_refused(
 ) -> None:
     (written / "config.json").write_text(json.dumps(config_of(written) | change), encoding="utf-8")
     with pytest.raises(UserError, match=said):
-        eagle3_flat.read(written, embedding(tiny_target))
+        eagle3_flat.read_for(written, tiny_target, About())
 
 
-def test_either_convention_of_layer_ids_is_read(written: Path, tiny_target: Target) -> None:
+@pytest.mark.parametrize("name", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+def test_either_convention_of_layer_ids_is_read(
+    name: str, written: Path, tiny_target: Target
+) -> None:
+    """An empty list names none, as in what ModelOpt writes by default."""
     whole = config_of(written)
-    for name in ("eagle_aux_hidden_state_layer_ids", "eagle_config"):
-        config = {k: v for k, v in whole.items() if k != name}
+    none: Any = (
+        []
+        if name == "eagle_aux_hidden_state_layer_ids"
+        else {"eagle_aux_hidden_state_layer_ids": []}
+    )
+    for config in ({k: v for k, v in whole.items() if k != name}, {**whole, name: none}):
         (written / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        assert eagle3_flat.read(written, embedding(tiny_target)).taps == TAPS
+        assert eagle3_flat.read_for(written, tiny_target, About()).taps == TAPS
 
 
 @pytest.mark.parametrize("name", ["d2t", "t2d"])
@@ -209,21 +225,31 @@ def test_maps_that_disagree_are_refused(written: Path, tiny_target: Target, name
         tensors["t2d"][3] = True
     save_file(tensors, written / WEIGHTS)
     with pytest.raises(UserError, match="'d2t' and 't2d'"):
-        eagle3_flat.read(written, embedding(tiny_target))
+        eagle3_flat.read_for(written, tiny_target, About())
 
 
 def test_an_embedding_in_the_file_is_used(written: Path, tiny_target: Target) -> None:
     own = torch.randn(400, 32)
     save_file({**load_file(written / WEIGHTS), "embed_tokens.weight": own}, written / WEIGHTS)
-    read = eagle3_flat.read(written, embedding(tiny_target))
+    read = eagle3_flat.read_for(written, tiny_target, About())
     assert torch.equal(read.embed_tokens.weight, own)
 
 
-def test_another_width_of_the_target_is_refused(written: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"'embed_tokens\.weight' is \[400, 24\], must be \[400, 32\]"
-    ):
-        eagle3_flat.read(written, torch.randn(400, 24))
+def test_another_width_of_the_target_is_refused(
+    written: Path, load_tiny: Callable[..., Target]
+) -> None:
+    with pytest.raises(UserError, match=r"reads states of width 32, those of '.*' have 24"):
+        eagle3_flat.read_for(written, load_tiny(hidden_size=24), About())
+
+
+def test_a_rounded_copy_is_told_from_another_embedding() -> None:
+    """By each number: one large entry, as real embeddings have, excuses none of the others."""
+    torch.manual_seed(0)
+    theirs = 0.1 * torch.randn(50, 8)
+    theirs[3, 4] = 40.0
+    for dtype in (torch.bfloat16, torch.float16):
+        assert same_rounded(theirs.to(dtype), theirs)
+    assert not same_rounded(theirs * (1 + 0.05 * torch.randn(50, 8)), theirs)
 
 
 # ---- standalone LM

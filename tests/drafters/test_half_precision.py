@@ -1,5 +1,6 @@
 """A head kept in half precision tells places apart as exactly as engines do."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from draftsmith.data.records import Record, States
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
+from draftsmith.drafters.about import About
 from draftsmith.drafters.batch import collate
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -62,7 +64,7 @@ def logits_far_out(head: Eagle3Drafter) -> Tensor:
 def test_angles_stay_as_exact(drafter: Eagle3Drafter, half: Path, target: Target) -> None:
     exact = drafter.rotary.inv_freq
     assert not torch.equal(exact, exact.bfloat16().float()), "or there is nothing to lose"
-    served = eagle3_flat.read(half, target.embedding)
+    served = eagle3_flat.read_for(half, target, About())
     assert {p.dtype for p in served.parameters()} == {torch.bfloat16}
     for found in (served, load_drafter(half, target), begun(half, "eagle3", target)):
         assert isinstance(found, Eagle3Drafter)
@@ -78,9 +80,10 @@ def test_far_tokens_are_read_as_in_full_precision(
     rounded = load_file(half / "model.safetensors")
     whole = {n: t.float() if t.is_floating_point() else t for n, t in rounded.items()}
     edit_weights(full, lambda tensors: tensors.update(whole))  # the same weights, upcast
-    embedding = target.embedding.bfloat16()
-    expected = logits_far_out(eagle3_flat.read(full, embedding.float()))
-    served = eagle3_flat.read(half, embedding)
+    near = copy.deepcopy(target)
+    near.embedding.data.copy_(target.embedding.bfloat16())
+    expected = logits_far_out(eagle3_flat.read_for(full, near, About()))
+    served = eagle3_flat.read_for(half, near, About())
     scale = expected.abs().max()
     assert (logits_far_out(served) - expected).abs().max() < 0.04 * scale
     coarse = served.to(torch.bfloat16)  # angles included

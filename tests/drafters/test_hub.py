@@ -11,7 +11,8 @@ import yaml
 
 from draftsmith.configs.errors import UserError
 from draftsmith.data.embedded import QUANTISATION
-from draftsmith.drafters.hub import LAYOUTS, model_card
+from draftsmith.drafters.card_commands import SERVING
+from draftsmith.drafters.hub import model_card
 from draftsmith.drafters.layouts import LAYOUTS as WRITTEN
 
 SAMPLE = Path(__file__).resolve().parents[1] / "fixtures" / "report.json"
@@ -133,6 +134,45 @@ def test_commands_for_eagle3(report: dict[str, Any]) -> None:
     }
 
 
+def test_commands_for_dflash(report: dict[str, Any]) -> None:
+    """SGLang takes the length from the drafter; a head of some tokens it does not take."""
+    (vllm,) = commands(card_of(report, "dflash"))
+    told = json.loads(vllm[4])
+    assert (told["method"], told["num_speculative_tokens"]) == ("dflash", 4)
+    assert told["draft_sample_method"] == "probabilistic"
+    assert "Not SGLang" in card_of(report, "dflash")
+    for cell in report["cells"]:
+        cell["captured_mass"] = None
+    _, sglang = commands(card_of(report, "dflash"))
+    assert dict(zip(sglang[3::2], sglang[4::2], strict=True)) == {
+        "--model-path": BASE,
+        "--speculative-algorithm": "DFLASH",
+        "--speculative-draft-model-path": DRAFT,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("medusa", "vLLM up to 0.32, which always takes the best token"),
+        ("mlp_speculator", "vLLM's V0 engine alone, up to 0.9: speculative decoding was removed"),
+    ],
+)
+def test_layouts_that_old_engines_read(layout: str, said: str, report: dict[str, Any]) -> None:
+    """No engine that is told how to sample; none that reads it no longer."""
+    card = card_of(report, layout)
+    (vllm,) = commands(card)
+    assert json.loads(vllm[4]) == {"method": layout, "model": DRAFT, "num_speculative_tokens": 4}
+    assert said in card and "nor do SGLang, llama.cpp or transformers" in card
+    assert "draft_sample_method" not in card and "rejection sampling" not in card
+
+
+def test_what_engines_do_otherwise_is_told(report: dict[str, Any]) -> None:
+    assert "\n\nIt leaves something out.\n\n" in model_card(
+        report, "dflash", BASE, "mit", note="It leaves something out."
+    )
+
+
 def test_commands_for_a_draft_lm(report: dict[str, Any]) -> None:
     card = card_of(report, "transformers")
     (vllm,) = commands(card)
@@ -143,7 +183,7 @@ def test_commands_for_a_draft_lm(report: dict[str, Any]) -> None:
     assert "num_assistant_tokens = 4" in program
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", sorted(SERVING))
 def test_no_local_path(report: dict[str, Any], layout: str) -> None:
     stand = report["provenance"]
     stand["target"] |= {
@@ -196,7 +236,7 @@ def test_a_report_without_timing(report: dict[str, Any]) -> None:
 
 def test_a_card_exists_for_what_is_written_and_no_more() -> None:
     written = {name for name, layout in WRITTEN.items() if layout.write is not None}
-    assert set(LAYOUTS) == written - {"draftsmith"}, "which no engine reads"
+    assert set(SERVING) == written - {"draftsmith"}, "which no engine reads"
 
 
 def test_an_unknown_layout_is_refused(report: dict[str, Any]) -> None:

@@ -26,7 +26,12 @@ from draftsmith.data.warp import Law, law_of
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
 from draftsmith.drafters.checkpoint import save_drafter
+from draftsmith.drafters.dflash import DFlashDrafter
+from draftsmith.drafters.dflash_config import DFlashConfig
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.jump import JumpConfig, JumpDrafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
 from draftsmith.eval.conformance import Bench
 
 SMALL = 12  # a vocabulary whose outputs can be enumerated
@@ -53,7 +58,7 @@ def small_target(load_tiny: Callable[..., Target]) -> Target:
 def make_drafter() -> DrafterFactory:
     """`make_drafter(kind, target)`: a poor head, a poor LM, or a copy of the target ("self").
 
-    A name with "reduced" proposes two thirds of the vocabulary only.
+    A name with "reduced" proposes two thirds of the vocabulary only; "dflash sequential" corrects.
     """
 
     def make(kind: str, target: Target) -> Drafter:
@@ -61,12 +66,32 @@ def make_drafter() -> DrafterFactory:
         size = target.vocab_size
         ids = torch.tensor([i for i in range(size) if i % 3 != 1])
         family, _, reduced = kind.partition(" ")
-        drafter: Eagle3Drafter | CausalDrafter
+        drafter: Eagle3Drafter | CausalDrafter | DFlashDrafter
         if family == "eagle3":
             config = Eagle3Config(draft_vocab_size=size)
             drafter = Eagle3Drafter.from_target(
                 target, config, ids if reduced else torch.arange(size)
             )
+        elif family == "dflash":
+            block = DFlashConfig(taps=(0, 1, 2), sequential=reduced == "sequential")
+            drafter = DFlashDrafter.from_target(
+                target, block, ids if reduced == "reduced" else None
+            )
+            if drafter.correction is not None:  # which begins without a say
+                torch.nn.init.normal_(drafter.correction.down_proj.weight, std=0.3)
+        elif family == "medusa":
+            heads = MedusaDrafter.from_target(target, MedusaConfig(), ids if reduced else None)
+            for parameter in heads.blocks.parameters():  # which begin at zero, all heads alike
+                torch.nn.init.normal_(parameter, std=0.1)
+            return heads.eval()
+        elif family == "mlp":
+            mlp = MLPConfig(tie_weights=bool(reduced))
+            return MLPDrafter.from_target(target, mlp, ids if reduced else None).eval()
+        elif family == "jump":
+            jump = JumpConfig(begin=1, draft_vocab_size=size)
+            return JumpDrafter.from_target(
+                target, jump, ids if reduced else torch.arange(size)
+            ).eval()
         else:
             layers = (0, 1, 2, 3) if family == "self" else (0, 3)
             causal = CausalConfig(layers=layers)

@@ -18,7 +18,7 @@ from draftsmith.eval.draft import Clock
 from draftsmith.eval.lossless import Tokens, chi_square, target_law
 from draftsmith.eval.rows import Output
 
-KINDS = ["eagle3", "eagle3 reduced", "causal", "causal reduced", "self"]
+KINDS = ["eagle3", "eagle3 reduced", "causal", "causal reduced", "self", "jump", "jump reduced"]
 LENGTHS = [1, 9, 4, 17]
 LONGEST = 16
 

@@ -21,7 +21,7 @@ from draftsmith.data.store import RecordStore
 from draftsmith.drafters.checkpoint import weights_hash
 from draftsmith.eval import evaluate as module
 from draftsmith.eval import verify
-from draftsmith.eval.cells import _position
+from draftsmith.eval.cells import _position, cells_of
 from draftsmith.eval.decode import RULES
 from draftsmith.eval.draws import Draws
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
@@ -189,7 +189,7 @@ def test_without_timing_there_is_no_speed(world: World, tmp_path: Path) -> None:
 
 
 def test_costs_are_calibrated_on_other_prompts_than_the_timed_ones(world: World) -> None:
-    cells = module._cells(world.recipe, list(world.store.records("heldout")))
+    cells = cells_of(world.recipe, list(world.store.records("heldout")))
     training = {r.prompt_id for r in world.store.records("train")}
     chosen = module._calibration(world.recipe, world.store, cells)
     assert len(chosen) == 2 and {r.prompt_id for r in chosen} <= training
@@ -209,7 +209,7 @@ def test_costs_are_calibrated_on_other_prompts_than_the_timed_ones(world: World)
 def test_replies_that_are_long_enough_are_timed_first_and_in_order_of_their_ids(
     world: World,
 ) -> None:
-    (cell, *_) = module._cells(world.recipe, list(world.store.records("heldout")))
+    (cell, *_) = cells_of(world.recipe, list(world.store.records("heldout")))
     lengths = sorted(len(r.reply) for r in cell.records)
     enough = lengths[len(lengths) // 2]
     section = replace(world.recipe.eval, timing_prompts=len(lengths), timing_tokens=enough)

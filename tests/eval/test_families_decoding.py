@@ -39,7 +39,12 @@ def test_the_reply_is_that_of_generate(
     drafters = [
         CausalDrafter.from_target(target, CausalConfig(layers=(0, 1, 2)), None).eval(),
         make_drafter("eagle3 reduced", target),
+        make_drafter("dflash", target),
+        make_drafter("medusa reduced", target),
+        make_drafter("mlp", target),
     ]
+    if target.model.config.model_type not in ("gpt2", "opt"):  # whose layers cannot be run apart
+        drafters.append(make_drafter("jump reduced", target))
     plain = decode(target, requests, DecodeSettings(LIMIT, 0))
     assert [o.ids for o in plain] == expected
     for drafter in drafters:

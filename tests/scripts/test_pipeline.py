@@ -85,7 +85,7 @@ def test_prompts_on_the_command_line_are_all_held_out() -> None:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (Recipe(name="x", drafter={"family": "eagle"}), "unknown drafter.family 'eagle'"),
+        (Recipe(name="x", drafter={"family": "eagel"}), "unknown drafter.family 'eagel'"),
         (Recipe(name="x", drafter={"family": "eagle3", "taps": [1]}), "takes three layers"),
         (Recipe(name="x", objective=ObjectiveSection(loss="kl")), "'kl'"),
     ],

@@ -1,6 +1,5 @@
 """Publishing: a whole folder that loads back equal, or nothing."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,42 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from publishing import report_on, save, send
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from draftsmith.configs.errors import UserError
 from draftsmith.configs.recipe import PublishSection
+from draftsmith.data.records import Record
 from draftsmith.data.target import Target
-from draftsmith.drafters.causal import CausalConfig, CausalDrafter
-from draftsmith.drafters.checkpoint import load_drafter, save_drafter, weights_hash
-from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.card_commands import SERVING
+from draftsmith.drafters.checkpoint import load_drafter, save_drafter
+from draftsmith.drafters.dflash import DFlashDrafter
+from draftsmith.drafters.dflash_config import DFlashConfig
+from draftsmith.drafters.layouts import LAYOUTS as WRITTEN
+from draftsmith.drafters.push import pack
+from draftsmith.drafters.registry import family_config
+from draftsmith.drafters.start import new_drafter
 from draftsmith.scripts import publish as module
 from draftsmith.scripts.publish import publish
 
-SAMPLE = Path(__file__).resolve().parents[1] / "fixtures" / "report.json"
-FAMILIES = ["eagle3", "causal"]
-
-
-def save(family: str, target: Target, folder: Path, reduced: bool = False) -> Path:
-    torch.manual_seed(2)
-    ids = torch.arange(0, target.vocab_size, 2)
-    if family == "eagle3":
-        config = Eagle3Config(draft_vocab_size=len(ids), init="random")
-        drafter: Any = Eagle3Drafter.from_target(target, config, ids)
-    else:
-        drafter = CausalDrafter.from_target(target, CausalConfig(), ids if reduced else None)
-    return save_drafter(drafter, folder, target, {"steps": 3})
-
-
-def report_on(folder: Path) -> dict[str, Any]:
-    report = json.loads(SAMPLE.read_text(encoding="utf-8"))
-    report["provenance"]["drafter"]["weights_sha256"] = weights_hash(folder)
-    return report
-
-
-def send(target: Target, drafter: Path, out: Path, dtype: Any = "float32") -> Path:
-    console = Console(file=io.StringIO())
-    return publish(PublishSection(dtype=dtype), target, drafter, report_on(drafter), out, console)
+FAMILIES = ["eagle3", "causal", "medusa", "mlp"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,6 +49,25 @@ def test_the_folder_is_whole_and_loads_back(
     assert "license: apache-2.0" in card and "α overlap" in card
 
 
+@pytest.mark.parametrize("layout", sorted(SERVING))
+def test_every_engine_layout_can_be_published_and_sent(
+    layout: str, tiny_target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    """In several files, too, of which all are known to be meant."""
+    family = WRITTEN[layout].family
+    more = {"eagle3": {"draft_vocab_size": 200}, "dflash": {"block_size": 5}}
+    _, config = family_config({"family": family, **more.get(str(family), {})}, "r.yaml")
+    torch.manual_seed(0)
+    drafter = new_drafter(config, tiny_target, records)
+    trained = save_drafter(drafter, tmp_path / "trained", tiny_target, {})
+    out = send(tiny_target, trained, tmp_path / "out", max_shard_size="30KB")
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert pack(out, "someone/draft").kind == "model"
+    one, other = (load_drafter(folder, tiny_target) for folder in (trained, out))
+    for a, b in zip(one.trainable(), other.trainable(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_small_vocabulary_can_be_published(
     family: str, load_tiny: Callable[..., Target], tmp_path: Path
@@ -73,6 +75,25 @@ def test_a_small_vocabulary_can_be_published(
     target = load_tiny(vocab_size=40)
     trained = save(family, target, tmp_path / "trained")
     assert send(target, trained, tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_blocks_are_published_as_they_were_measured(
+    kind: str, load_tiny: Callable[..., Target], tmp_path: Path
+) -> None:
+    """Engines let a block see as many places as they draft: the report's rounds are of four."""
+    target = load_tiny(kind)
+    for size in (5, 4):
+        drafter = DFlashDrafter.from_target(target, DFlashConfig(block_size=size))
+        save_drafter(drafter, tmp_path / f"{size}", target, {})
+    with pytest.raises(
+        UserError, match=r"rounds of 4 tokens, .* set serving.num_draft_tokens to 3"
+    ):
+        send(target, tmp_path / "4", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    card = (send(target, tmp_path / "5", tmp_path / "out") / "README.md").read_text()
+    assert '"num_speculative_tokens": 4' in card
+    assert ("leaves out the soft cap of the target's logits (3)" in card) == (kind == "gemma2")
 
 
 def test_a_reduced_draft_lm_is_refused(tiny_target: Target, tmp_path: Path) -> None:
@@ -101,7 +122,11 @@ def test_a_folder_that_loads_back_otherwise_is_not_published(
         save_drafter(drafter, folder, *args)
         path = folder / "model.safetensors"
         tensors = load_file(path)
-        name = next(n for n in tensors if n.endswith("down_proj.weight"))
+        name = next(
+            n
+            for n in tensors
+            if n.endswith(("down_proj.weight", "heads.2.weight", "proj.1.weight"))
+        )
         tensors[name] = tensors[name] * 1.01
         save_file(tensors, path, metadata={"format": "pt"})
         return folder
@@ -110,6 +135,42 @@ def test_a_folder_that_loads_back_otherwise_is_not_published(
     with pytest.raises(UserError, match="loads back with other logits"):
         send(tiny_target, trained, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trained"]
+
+
+def test_the_speculators_layout_goes_along(tiny_target: Target, tmp_path: Path) -> None:
+    """The same head, which names the target and the draft length that was measured."""
+    trained = save("eagle3", tiny_target, tmp_path / "trained")
+    options: dict[str, Any] = {"speculators": True, "base_model": "owner/target"}
+    out = send(tiny_target, trained, tmp_path / "out", "bfloat16", **options)
+    config = json.loads((out / "speculators" / "config.json").read_text(encoding="utf-8"))
+    told = config["speculators_config"]
+    verifier = {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]}
+    assert told["verifier"] == verifier
+    gamma = report_on(trained)["settings"]["num_draft_tokens"]
+    assert told["proposal_methods"][0]["speculative_tokens"] == gamma
+    with pytest.warns(UserWarning, match="has no tokenizer"):
+        one, other = (load_drafter(folder, tiny_target) for folder in (out, out / "speculators"))
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    parcel = pack(out, "someone/draft")
+    assert {"speculators/config.json", "speculators/model.safetensors"} <= parcel.files.keys()
+    place = tmp_path / "laid out"
+    place.mkdir()
+    parcel.lay_out(place)
+    assert load_drafter(place, tiny_target).family == "eagle3"
+    (out / "speculators" / "more.txt").write_text("")
+    with pytest.raises(UserError, match=r"no part of a published drafter: speculators/more\.txt"):
+        pack(out, "someone/draft")
+
+
+def test_a_speculators_layout_that_cannot_be(tiny_target: Target, tmp_path: Path) -> None:
+    trained = save("causal", tiny_target, tmp_path / "lm")
+    with pytest.raises(UserError, match="for EAGLE-3 heads, not for drafters of layout 'transfor"):
+        send(tiny_target, trained, tmp_path / "out", speculators=True)
+    trained = save("eagle3", tiny_target, tmp_path / "head")
+    with pytest.raises(UserError, match=r"its Hub id, publish\.base_model: '.*' is no name on the"):
+        send(tiny_target, trained, tmp_path / "out", speculators=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_published_folder_is_replaced_whole(tiny_target: Target, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_dependent_streams(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -
     ("arguments", "words"),
     [
         (["--prompts-per-domain", "0"], "--prompts-per-domain is 0"),
-        (["--drafter", "no/such"], "is no drafter folder"),
+        (["--drafter", "no/such"], "there is no drafter's folder"),
         (["drafter={family: eagel3}"], "did you mean 'eagle3'"),
     ],
 )

@@ -66,6 +66,16 @@ def test_a_drafter_of_shapes_is_the_real_one(
         "lm": {"family": "causal", "layers": [0, 3]},
         "lm, reduced": {"family": "causal", "draft_vocab_size": 50},
         "adapter": {"family": "causal", "lora": {"rank": 4}},
+        "medusa": {"family": "medusa"},
+        "medusa, one output": {"family": "medusa", "shared_head": True, "train_head": False},
+        "medusa, reduced": {"family": "medusa", "num_layers": 2, "draft_vocab_size": 50},
+        "mlp": {"family": "mlp", "tie_weights": False, "inner_dim": 24},
+        "mlp, reduced": {"family": "mlp", "draft_vocab_size": 50},
+        "dflash": {"family": "dflash"},
+        "dflash, corrected": {"family": "dflash", "layers": 1, "sequential": True},
+        "dflash, reduced": {"family": "dflash", "block_size": 8, "draft_vocab_size": 50},
+        "jump": {**SMALL, "family": "jump", "layers": 2},
+        "jump, head": {**SMALL, "family": "jump", "train_head": True},
     }
     for name, section in sections.items():
         _check_shapes(replace(findable(), drafter=section), tiny_target, records, tmp_path / name)
@@ -83,6 +93,25 @@ def _check_shapes(recipe: Recipe, target: Target, records: list[Record], folder:
     section = {"family": recipe.drafter["family"], "start": str(folder)}
     again = replace(recipe, drafter=section)
     _same_shapes(drafter_shapes(again, target_shapes(again)), real)
+
+
+def test_a_start_learns_what_the_recipe_says(
+    findable: RecipeFactory, tiny_target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    recipe = findable()
+    _, config = family_config(SMALL, "test")
+    folder = save_drafter(
+        new_drafter(config, tiny_target, records), tmp_path / "d", tiny_target, {}
+    )
+    for learns in (True, False):
+        section = {"family": "eagle3", "start": str(folder), "train_head": learns}
+        again = replace(recipe, drafter=section)
+        shapes: Any = drafter_shapes(again, target_shapes(again))
+        _same_shapes(shapes, new_drafter(family_config(section, "test")[1], tiny_target, records))
+        assert shapes.lm_head.weight.requires_grad == learns
+    again = replace(recipe, drafter=section | {"train_embedding": True})
+    with pytest.raises(UserError, match=r"drafter\.train_embedding is for a head with an"):
+        drafter_shapes(again, target_shapes(again))
 
 
 def _same_shapes(shapes: Any, real: Any) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ from draftsmith.data.warp import Law
 from draftsmith.drafters.adapters import LoraSection
 from draftsmith.drafters.batch import collate
 from draftsmith.drafters.causal import CausalConfig, CausalDrafter
+from draftsmith.drafters.dflash import DFlashDrafter
+from draftsmith.drafters.dflash_config import DFlashConfig
 from draftsmith.drafters.distribution import DraftVocabularyP
 from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.drafters.jump import JumpConfig, JumpDrafter
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
 from draftsmith.train.flops import TrainingFlops, device_flops
 from draftsmith.train.objective import bind_objective
 from draftsmith.train.step import Scorer, scored_tokens
@@ -35,7 +41,9 @@ TAPS = (1, 1, 2)
 STEPS = 3
 
 
-def rows(target: Target, extents: Sequence[tuple[int, int]]) -> list[Record]:
+def rows(
+    target: Target, extents: Sequence[tuple[int, int]], taps: tuple[int, ...] = TAPS
+) -> list[Record]:
     """Conversations of so many prompt and reply tokens, with states."""
     generator = torch.Generator().manual_seed(0)
     made = [
@@ -46,10 +54,26 @@ def rows(target: Target, extents: Sequence[tuple[int, int]]) -> list[Record]:
         )
         for i, (prompt, reply) in enumerate(extents)
     ]  # fmt: skip
-    return [next(recompute_states(target, [record], TAPS)) for record in made]
+    return [next(recompute_states(target, [record], taps)) for record in made]
 
 
-def drafter_of(kind: str, target: Target) -> Eagle3Drafter | CausalDrafter:
+def drafter_of(kind: str, target: Target) -> Any:
+    if kind.startswith("medusa"):
+        frozen = kind == "medusa, head frozen"
+        heads = MedusaConfig(num_layers=2, shared_head=frozen, train_head=not frozen)
+        return MedusaDrafter.from_target(target, heads, IDS)
+    if kind.startswith("mlp"):
+        mlp = MLPConfig(inner_dim=96, tie_weights=kind == "mlp, tied")
+        return MLPDrafter.from_target(target, mlp, IDS)
+    if kind.startswith("jump"):
+        config = JumpConfig(begin=1, end=2, layers=2, hidden=96, train_head=kind == "jump, head")
+        return JumpDrafter.from_target(target, config, IDS)
+    if kind.startswith("dflash"):
+        block = DFlashConfig(taps=(0, 2), sequential=kind == "dflash, sequential")
+        return DFlashDrafter.from_target(target, block)
+    if kind == "eagle3, shaped":
+        config = Eagle3Config(hidden_size=96, layers=3, head_rank=24)
+        return Eagle3Drafter.from_target(target, config, None)
     if kind.startswith("eagle3"):
         head = Eagle3Drafter.from_target(target, Eagle3Config(draft_vocab_size=len(IDS)), IDS)
         head.lm_head.requires_grad_(kind != "eagle3, head frozen")
@@ -62,28 +86,49 @@ def multiply_add(result: Any, a: Any, b: Any, **options: Any) -> int:
     return int(2 * a[0] * a[1] * b[1])
 
 
-def executed(drafter: Any, p: DraftVocabularyP, records: list[Record]) -> int:
+def executed(drafter: Any, p: DraftVocabularyP, records: list[Record], steps: int = STEPS) -> int:
     """What PyTorch counts of a training step, attention as matrix products."""
     batch = collate(records, ("a",))
     section = ObjectiveSection(loss="tv")
     scorer = Scorer(drafter, section, bind_objective(section, ServingSection()), p)
     own = {torch.ops.aten.addmm_: multiply_add}
-    totals = scored_tokens(batch, STEPS).float()
+    totals = scored_tokens(batch, steps).float()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=own) as count:
-        scorer(batch, STEPS, totals).loss.backward()
+        scorer(batch, steps, totals).loss.backward()
     return count.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3, head frozen", "causal", "lora"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *product(["eagle3", "eagle3, head frozen", "causal", "lora"], ["llama", "gpt2"]),
+        *product(["jump", "jump, head"], ["llama", "qwen3"]),
+        *product(["dflash", "dflash, sequential"], ["llama", "gpt2"]),
+        *product(["medusa", "medusa, head frozen", "mlp", "mlp, tied"], ["llama"]),
+        ("eagle3, shaped", "llama"),
+    ],
+)
 def test_formula_is_what_is_executed(kind: str, family: str, load_tiny: Any) -> None:
-    changes = WIDE if family == "llama" else {"hidden_size": 128, "n_inner": 512}
+    changes = {"hidden_size": 128, "n_inner": 512} if family == "gpt2" else WIDE
     target = load_tiny(family, **changes)
     drafter = drafter_of(kind, target)
     p = DraftVocabularyP(target, drafter.draft_ids, Law(1.0))
-    records = rows(target, [(9, 20)] * 3)
+    records = rows(target, [(9, 20)] * 3, drafter.taps or TAPS)
     said = TrainingFlops.of(drafter, p, STEPS).batch(collate(records, ("a",)))
     assert said == pytest.approx(executed(drafter, p, records), rel=0.05)
+
+
+@pytest.mark.parametrize("extent", [(300, 30), (20, 500)])
+def test_long_conversations_of_which_earlier_layers_see_all(
+    extent: tuple[int, int], load_tiny: Any
+) -> None:
+    """In the first step; later ones multiply most keys in vain, which does not count."""
+    target = load_tiny("llama", **WIDE, max_position_embeddings=1024)
+    drafter = drafter_of("eagle3, shaped", target)
+    p = DraftVocabularyP(target, drafter.draft_ids, Law(1.0))
+    records = rows(target, [extent], drafter.taps)
+    said = TrainingFlops.of(drafter, p, 1).batch(collate(records, ("a",)))
+    assert said == pytest.approx(executed(drafter, p, records, 1), rel=0.05)
 
 
 def test_experts_that_a_token_does_not_meet_are_left_out(

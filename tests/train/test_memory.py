@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from ctypes import CDLL
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,28 @@ SMALL = {"family": "eagle3", "draft_vocab_size": 100}
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("family", ["eagle3", "causal"])
+@pytest.mark.parametrize(
+    "family", ["eagle3", "eagle3 shaped", "causal", "dflash", "jump", "medusa", "mlp", "mlp wide"]
+)
 def test_activations_are_what_autograd_saves(
     family: str, packed: bool, again: bool, load_tiny: Any, findable: RecipeFactory,
     records: list[Record],
 ) -> None:  # fmt: skip
     rows = [r for r in records if len(r.reply) > 1][:12]
-    section = {"eagle3": SMALL, "causal": {"family": "causal", "layers": [0, 1, 3]}}[family]
+    if family == "jump":
+        rows = [with_last_taps(r, 2) for r in rows]
+    if family.startswith(("medusa", "mlp")):
+        rows = [with_last_taps(r, 1) for r in rows]
+    section = {
+        "eagle3": SMALL,
+        "eagle3 shaped": {"family": "eagle3", "hidden_size": 48, "layers": 3, "head_rank": 8},
+        "causal": {"family": "causal", "layers": [0, 1, 3]},
+        "jump": {**SMALL, "family": "jump", "begin": 1, "end": 2},
+        "dflash": {"family": "dflash", "taps": [0, 1, 2], "sequential": True},
+        "medusa": {"family": "medusa", "num_layers": 2},
+        "mlp": {"family": "mlp", "scale_input": True},
+        "mlp wide": {"family": "mlp", "inner_dim": 80, "tie_weights": False},
+    }[family]
     _, config = family_config(section, "test")
     target = load_tiny("llama", hidden_size=32)
     drafter: Any = new_drafter(config, target, records)
@@ -47,7 +63,8 @@ def test_activations_are_what_autograd_saves(
     drafter.checkpoint(again)
     batch = collate(rows, ("a", "b"), packed)
     p = DraftVocabularyP(target, drafter.draft_ids, Law(1.0))
-    own = {t.untyped_storage().data_ptr() for t in drafter.parameters()}
+    weights_of = (*drafter.parameters(), *target.model.parameters())
+    own = {t.untyped_storage().data_ptr() for t in weights_of}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -66,6 +83,12 @@ def test_activations_are_what_autograd_saves(
     kept_anyway, inside = saved(drafter, shape, again)
     said = 4 * (kept_anyway + (0 if again else sum(inside)))
     assert said == pytest.approx(sum(kept.values()), rel=0.15)
+
+
+def with_last_taps(record: Record, count: int) -> Record:
+    assert record.states is not None
+    taps = record.states.taps.unflatten(1, (3, -1))[:, 3 - count :].flatten(1)
+    return replace(record, states=replace(record.states, taps=taps))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory to read")

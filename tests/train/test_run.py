@@ -201,15 +201,21 @@ def test_a_target_that_cannot_do_what_is_asked_is_refused(
     kept = {**store.settings, "distributions": distributions}
     other: Any = type("Store", (), {"settings": kept})
     with pytest.raises(UserError, match=message):
-        target_use(make_recipe(**options).train, other)
+        target_use(make_recipe(**options), other)
 
 
 def test_the_target_is_whole_where_something_needs_it(
     make_recipe: RecipeFactory, store: RecordStore
 ) -> None:
-    assert target_use(make_recipe().train, store) == "absent"
-    assert target_use(make_recipe(samples=1).train, store) == "replicated"
-    assert target_use(make_recipe(target="sharded").train, store) == "sharded"
+    assert target_use(make_recipe(), store) == "absent"
+    assert target_use(make_recipe(samples=1), store) == "replicated"
+    assert target_use(make_recipe(target="sharded"), store) == "sharded"
+    jump = replace(make_recipe(), drafter={"family": "jump"})
+    assert target_use(jump, store) == "replicated"
+    for use in ("sharded", "absent"):
+        kept = replace(jump, train=replace(jump.train, target=use))
+        with pytest.raises(UserError, match=f"'jump' runs the target's own layers.*{use}"):
+            target_use(kept, store)
 
 
 # ---- what is kept and told

@@ -1,0 +1,1 @@
+"""Serving engines as they really run: started, asked, counted, compared with what was expected."""
