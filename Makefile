@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/draftsmith demo
 
 # Two workers, a thread each: they would fight for two cores with more. The longest files go first.
-LONGEST := tests/test_real_model.py tests/test_real_overfit.py tests/train/test_processes.py
+LONGEST := tests/eval/test_conformance.py tests/test_real_model.py tests/test_real_overfit.py tests/train/test_processes.py
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(LONGEST) tests --ignore=tests/engines
