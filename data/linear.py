@@ -5,7 +5,8 @@ weights' way from memory is the floor of the first two, but BLAS libraries pick 
 handful of rows, and which form is good differs between processors. So each (weight shape, row
 count) is timed once per machine over the honest forms below - all float32, all exact up to rounding
 order - and the fastest is used by the plain and the speculative loop alike. Where even more rows
-take less time, rows of zeros are added.
+take less time, rows of zeros are added. Some forms read a copy of the weights in the order that
+their library likes.
 """
 
 import json
@@ -13,10 +14,10 @@ import os
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,23 +37,68 @@ Form = tuple[str, int]
 """A name in FORMS and the rows it computes, those of zeros included."""
 
 
-def _plain(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
+class Kind(NamedTuple):
+    """How a form multiplies, `(x [n, in], weight [out, in], packed)` -> `[n, out]`."""
+
+    multiply: Callable[[Tensor, Tensor, Any], Tensor]
+    pack: Callable[[Tensor], Tensor] | None = None
+    """Makes the copy of the weights that it reads, if any."""
+
+
+def _plain(x: Tensor, weight: Tensor, packed: None) -> Tensor:
     return F.linear(x, weight)
 
 
-def _transposed(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
+def _transposed(x: Tensor, weight: Tensor, packed: None) -> Tensor:
     return (weight @ x.t()).t()
 
 
-def _packed(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
+def _by_mkl(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkl._mkl_linear(x, packed, weight, None, x.shape[0])
 
 
-FORMS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "x·Wᵀ": _plain,
-    "W·xᵀ": _transposed,
-    "packed": _packed,
-}
+def _pack_for_mkl(weight: Tensor) -> Tensor:
+    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), COUNTS[-1])
+
+
+def _by_onednn(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _pack_for_onednn(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), COUNTS[-1])
+
+
+def _forms() -> dict[str, Kind]:
+    found = {"x·Wᵀ": Kind(_plain), "W·xᵀ": Kind(_transposed)}
+    if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
+        found["packed by MKL"] = Kind(_by_mkl, _pack_for_mkl)
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found["packed by oneDNN"] = Kind(_by_onednn, _pack_for_onednn)
+    return found
+
+
+FORMS = _forms()
+"""Those that this torch was built with."""
+
+
+class Packed(dict[str, Tensor | None]):
+    """The copies of one weight that forms read, by form. Copies of a layer make their own anew."""
+
+    @classmethod
+    def of(cls, weight: Tensor, names: Iterable[str]) -> "Packed":
+        found = cls()
+        for name in sorted(set(names)):
+            found.make(name, weight)
+        return found
+
+    def make(self, name: str, weight: Tensor) -> Tensor | None:
+        pack = FORMS[name].pack
+        self[name] = None if pack is None else pack(weight.detach())
+        return self[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
+        return type(self)()  # packed tensors have no storage that could be copied
 
 
 class FewRowsLinear(nn.Linear):
@@ -62,7 +108,7 @@ class FewRowsLinear(nn.Linear):
     """
 
     forms: dict[int, Form]
-    packed: Tensor | None
+    packed: Packed
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
@@ -70,11 +116,12 @@ class FewRowsLinear(nn.Linear):
             return super().forward(input)  # not every form can be differentiated
         count = rows if rows <= FEW else COUNTS[bisect_left(COUNTS, rows)]
         name, computed = self.forms[count]
-        x = input.reshape(rows, self.in_features)
+        packed = self.packed[name] if name in self.packed else self.packed.make(name, self.weight)
+        x = input.reshape(rows, self.in_features).contiguous()  # W·xᵀ left its own rows apart
         if rows < computed and count <= FEW:
-            out = FORMS[name](_padded(x, computed), self.weight, self.packed)[:rows]
+            out = FORMS[name].multiply(_padded(x, computed), self.weight, packed)[:rows]
         else:
-            out = FORMS[name](x, self.weight, self.packed)
+            out = FORMS[name].multiply(x, self.weight, packed)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*input.shape[:-1], self.out_features)
@@ -104,16 +151,7 @@ def _convert(layer: nn.Linear) -> None:
     layer.__class__ = FewRowsLinear
     assert isinstance(layer, FewRowsLinear)
     layer.forms = dict(zip(COUNTS, forms, strict=True))
-    needs_packing = any(name == "packed" for name, _ in forms)
-    layer.packed = _pack(layer.weight.detach()) if needs_packing else None
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), COUNTS[-1])
-
-
-def _can_pack() -> bool:
-    return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
+    layer.packed = Packed.of(layer.weight, (name for name, _ in forms))
 
 
 _measured: dict[Path, dict[str, list[Form]]] = {}
@@ -128,12 +166,18 @@ def measured_forms(out_features: int, in_features: int) -> list[Form]:
     key = f"{out_features}x{in_features}"
     if key not in _measured.get(path, {}):
         # Read anew: another process may have measured this shape, or others, in the meantime.
-        table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        table = _read(path)
         if key not in table:
             table[key] = _measure(out_features, in_features)
-            write_json(path, table)
+            write_json(path, {"of": list(FORMS), "fastest": table})
         _measured[path] = {k: [(name, rows) for name, rows in v] for k, v in table.items()}
     return _measured[path][key]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What was measured by shape; nothing where the choice was among other forms."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return dict(found["fastest"]) if found.get("of") == list(FORMS) else {}
 
 
 def _table_path() -> Path:
@@ -156,10 +200,10 @@ class _Bench:
     """Weights of one shape, enough of them to come from memory."""
 
     weights: list[Tensor]
-    packed: list[Tensor | None]
+    packed: list[Packed]
 
     def seconds(self, forms: Sequence[Form], rows: int) -> dict[Form, float]:
-        """Median time of each form on `rows` rows, in turns: a slow moment hits all of them."""
+        """Shortest time of each form on `rows` rows, in turns: other work only ever adds."""
         x = torch.randn(rows, self.weights[0].shape[1])
         times: dict[Form, list[float]] = {form: [] for form in forms}
         for _ in range(_REPEATS):
@@ -168,21 +212,20 @@ class _Bench:
                 start = time.perf_counter()
                 for w, p in zip(self.weights, self.packed, strict=True):
                     given = x if computed == rows else _padded(x, computed)
-                    FORMS[name](given, w, p)[:rows]
+                    FORMS[name].multiply(given, w, p[name])[:rows]
                 times[form].append(time.perf_counter() - start)
-        return {form: median(own) for form, own in times.items()}
+        return {form: min(own) for form, own in times.items()}
 
 
 @torch.no_grad()
 def _measure(out_features: int, in_features: int) -> list[Form]:
     copies = max(1, min(32, _TIMED_BYTES // (4 * out_features * in_features)))
     weights = [torch.randn(out_features, in_features) for _ in range(copies)]
-    bench = _Bench(weights, [_pack(w) if _can_pack() else None for w in weights])
-    names = [n for n in FORMS if n != "packed" or _can_pack()]
+    bench = _Bench(weights, [Packed.of(w, FORMS) for w in weights])
     best: dict[int, tuple[float, Form]] = {}
     chosen: dict[int, Form] = {}
     for rows in COUNTS:
-        times = bench.seconds([(name, rows) for name in names], rows)
+        times = bench.seconds([(name, rows) for name in FORMS], rows)
         fastest, usual = min(times, key=lambda form: times[form]), ("x·Wᵀ", rows)
         chosen[rows] = fastest if times[fastest] < _CLEARLY * times[usual] else usual
         best[rows] = times[chosen[rows]], chosen[rows]

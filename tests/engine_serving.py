@@ -51,7 +51,7 @@ DRAFTERS = {
     "eagle3": ["drafter.draft_vocab_size=1024"],
     "causal": ["drafter={family: causal, layers: [0, 1, 2, 29]}"],
     "dflash": ["drafter={family: dflash}"],
-    "medusa": ["drafter={family: medusa, draft_vocab_size: 1024}"],
+    "medusa": ["drafter={family: medusa, draft_vocab_size: 1024, shared_head: true}"],
 }
 
 
@@ -126,4 +126,4 @@ def check_greedy(row: dict[str, Any], made: Trained, overruns: bool) -> None:
         reached = [sum(a > k for o in own for _, a in o.rounds) for k in range(GAMMA)]
         found = [place["accepted"] for place in row["positions"]]
         assert found == pytest.approx(reached, abs=1), "a near-tie of the draft at most"
-    assert row["tokens_per_round"]["value"] > 1.2, "the drafter is accepted at all"
+    assert row["accepted"] >= 8, "the drafter is accepted at all"

@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.data import linear
-from draftsmith.data.linear import COUNTS, FEW, FORMS, FewRowsLinear, Form, speed_up_few_rows
+from draftsmith.data.linear import (
+    COUNTS,
+    FEW,
+    FORMS,
+    FewRowsLinear,
+    Form,
+    Packed,
+    speed_up_few_rows,
+)
 from draftsmith.data.target import Target
 
-AVAILABLE = [name for name in FORMS if name != "packed" or linear._can_pack()]
+AVAILABLE = list(FORMS)
 
 
 @pytest.fixture
@@ -35,8 +43,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
 @pytest.mark.parametrize("rows", (*COUNTS, 9, 100))
 def test_every_form_is_a_linear_layer(name: str, rows: int) -> None:
     x, weight = torch.randn(rows, 48), torch.randn(20, 48) / 7
-    packed = linear._pack(weight) if name == "packed" else None
-    out = FORMS[name](x, weight, packed)
+    out = FORMS[name].multiply(x, weight, Packed.of(weight, [name])[name])
     assert out.shape == (rows, 20)
     assert torch.allclose(out, F.linear(x, weight), atol=1e-5)
 
@@ -98,12 +105,45 @@ def test_a_shape_is_measured_once(
     speed_up_few_rows(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)))
     assert measuring == [(4, 8), (8, 4)]
     (table,) = tmp_path.glob("forms-*.json")
-    assert set(json.loads(table.read_text(encoding="utf-8"))) == {"4x8", "8x4"}
+    assert shapes_in(table) == {"4x8", "8x4"}
     monkeypatch.setattr(linear, "_measured", {})  # another process
     assert linear.measured_forms(4, 8) == linear.measured_forms(8, 4)
     assert measuring == [(4, 8), (8, 4)]
     linear.measured_forms(3, 3)
-    assert set(json.loads(table.read_text(encoding="utf-8"))) == {"4x8", "8x4", "3x3"}
+    assert shapes_in(table) == {"4x8", "8x4", "3x3"}
+
+
+def shapes_in(table: Path) -> set[str]:
+    return set(json.loads(table.read_text(encoding="utf-8"))["fastest"])
+
+
+def test_a_choice_among_other_forms_is_made_anew(
+    measuring: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another torch may bring a faster form, and may lack the one that was chosen."""
+    linear.measured_forms(4, 8)
+    (table,) = tmp_path.glob("forms-*.json")
+    found = json.loads(table.read_text(encoding="utf-8"))
+    older = [{"of": found["of"][:-1], "fastest": found["fastest"]}, found["fastest"]]
+    for times, before in enumerate(older, start=2):
+        table.write_text(json.dumps(before), encoding="utf-8")
+        monkeypatch.setattr(linear, "_measured", {})
+        linear.measured_forms(4, 8)
+        assert measuring == [(4, 8)] * times
+        assert json.loads(table.read_text(encoding="utf-8")) == found
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_a_copy_multiplies_by_its_own_weights(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Packed weights stand outside of the parameters that are copied, and changed."""
+    monkeypatch.setattr(linear, "measured_forms", lambda out, into: [(name, n) for n in COUNTS])
+    layer, x = nn.Linear(24, 10), torch.randn(3, 24)
+    speed_up_few_rows(layer)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.mul_(2)
+        assert torch.allclose(twin(x) - twin.bias, 2 * (layer(x) - layer.bias), atol=1e-5)
+        assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5)
 
 
 def test_thread_counts_have_tables_of_their_own(
@@ -138,3 +178,20 @@ def test_rows_are_added_where_more_take_less_time(monkeypatch: pytest.MonkeyPatc
     assert chosen[1] == ("x·Wᵀ", 1)
     assert chosen[2] == ("x·Wᵀ", 3)
     assert all(computed == rows for rows, (_, computed) in chosen.items() if rows > 2)
+
+
+def test_forms_get_their_rows_as_they_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W·xᵀ leaves its output in columns; the layer behind it must not pay for that."""
+    seen: list[bool] = []
+
+    def multiply(x: Tensor, weight: Tensor, packed: None) -> Tensor:
+        seen.append(x.is_contiguous())
+        return (weight @ x.t()).t()
+
+    monkeypatch.setitem(FORMS, "W·xᵀ", linear.Kind(multiply))
+    monkeypatch.setattr(linear, "measured_forms", lambda *size: [("W·xᵀ", n) for n in COUNTS])
+    layers = nn.Sequential(nn.Linear(8, 6, bias=False), nn.SiLU(), nn.Linear(6, 4))
+    speed_up_few_rows(layers)
+    with torch.no_grad():
+        layers(torch.randn(2, 8))
+    assert seen == [True, True]

@@ -277,13 +277,13 @@ def test_gradients_reach_what_is_trained(
     assert all(torch.equal(t, before[n]) for n, t in tiny_target.model.state_dict().items())
 
 
-@pytest.mark.skipif(not linear._can_pack(), reason="no packed weights")
+@pytest.mark.parametrize("form", linear.FORMS)
 def test_gradients_pass_layers_that_are_made_for_few_rows(
-    batch: TrainBatch, load_tiny: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    batch: TrainBatch, load_tiny: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """Products with packed weights, which decoding may be fastest with, have no gradients."""
     monkeypatch.setattr(
-        linear, "measured_forms", lambda *size: [("packed", rows) for rows in linear.COUNTS]
+        linear, "measured_forms", lambda *size: [(form, rows) for rows in linear.COUNTS]
     )
     target = load_tiny()
     for plain in (True, False):
