@@ -16,8 +16,9 @@ class DomainSection:
     name: str
     """The label of these prompts in every table."""
     source: str
-    """A packaged domain, a file or URL (JSONL, JSON, CSV, Parquet, text), or
-    datasets:NAME[:config[:split]]."""
+    """A packaged domain, a file or URL (JSONL, JSON, CSV, Parquet, text),
+    datasets:NAME[:config[:split]], or a known set to evaluate on: gsm8k, mbpp, humaneval,
+    spec_bench or speed_bench from where it is published, gsm8k:PATH from a copy of your own."""
     kind: Literal["chat", "raw", "rendered"] = "chat"
     """chat goes through the chat template; raw is bare text for completion models; rendered is
     text that a chat template has already made, whose earlier replies stay whatever `turns` says."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from .benchmark import Benchmark
 from .errors import OptionError, UserError, did_you_mean
 from .recipe import Recipe
 
@@ -229,17 +230,28 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = _locate(path)
     where = file.name if str(path) in shipped_recipes() else str(path)
+    return _read(Recipe, file, where, overrides)
+
+
+def load_benchmark(path: Path | str, overrides: Sequence[str] = ()) -> Benchmark:
+    """Read a benchmark's specification and apply the command line to it, as `load_recipe` does."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no benchmark '{path}': give the YAML file of its specification")
+    return _read(Benchmark, Path(path), str(path), overrides)
+
+
+def _read(cls: type[T], file: Path | Traversable, where: str, overrides: Sequence[str]) -> T:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the recipe {where} as UTF-8 text: {error}") from None
-    recipe = parse(Recipe, read_yaml(text, where), where)
+        raise UserError(f"cannot read {where} as UTF-8 text: {error}") from None
+    found = parse(cls, read_yaml(text, where), where)
     if not overrides:
-        return recipe
-    mapping = to_dict(recipe)  # with the defaults, so that a key may go into any of them
+        return found
+    mapping = to_dict(found)  # with the defaults, so that a key may go into any of them
     for override in overrides:
-        _override(mapping, override)
-    return parse(Recipe, mapping, COMMAND_LINE)
+        set_key(mapping, override)
+    return parse(cls, mapping, COMMAND_LINE)
 
 
 def _locate(path: Path | str) -> Path | Traversable:
@@ -251,7 +263,7 @@ def _locate(path: Path | str) -> Path | Traversable:
     raise UserError(f"there is no recipe '{path}': give a YAML file or a shipped name{hint}")
 
 
-def _override(mapping: dict[str, Any], override: str) -> None:
+def set_key(mapping: dict[str, Any], override: str) -> None:
     """Set one key of a recipe's mapping in place; whether it is known, `parse` will tell."""
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")

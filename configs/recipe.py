@@ -26,6 +26,8 @@ class TargetSection:
     """Weights and activations; auto takes what suits the device."""
     device: str = "auto"
     """A torch device such as cpu or cuda:0; auto takes an accelerator if there is one."""
+    adapter: str | None = None
+    """A folder with a LoRA adapter, as peft writes it, that is merged into the model's weights."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """What the chat template is told as it will be in serving, such as enable_thinking: false."""
 
@@ -153,6 +155,8 @@ class EvalSection:
     """Draft lengths compared with each other."""
     timed_lengths: tuple[int, ...] = ()
     """Further draft lengths of the sweep that are timed, not only predicted."""
+    length_splits: tuple[int, ...] = ()
+    """Prompt lengths in tokens at which every domain is split into rows of their own."""
     decode_batch: int = 16
     """Conversations decoded at a time where acceptance is counted."""
     timing_prompts: int = 6
@@ -165,15 +169,27 @@ class EvalSection:
     """A greedy reply may differ only where the two best logits are this close."""
     calibration_prompts: int = 4
     """Prompts on which the cost of draft and target passes is measured."""
+    parity_replies: int = 4
+    """Replies of each law on which training's figures are compared with decoding's; 0 skips it."""
+    batch_sizes: tuple[int, ...] = (1,)
+    """Conversations decoded together whose costs and speed are measured, 1 among them."""
+    shown_replies: int = 2
+    """Replies of each domain and law that the page shows, coloured by what was accepted."""
 
     def __post_init__(self) -> None:
         ok = all(length >= 1 for length in self.sweep)
         require(ok, "sweep", list(self.sweep), "a list of draft lengths of 1 or more")
         for option in ("decode_batch", "bootstrap"):
             require(getattr(self, option) > 0, option, getattr(self, option), "above 0")
-        require(self.timing_prompts >= 0, "timing_prompts", self.timing_prompts, "0 or more")
+        for option in ("timing_prompts", "parity_replies", "shown_replies"):
+            require(getattr(self, option) >= 0, option, getattr(self, option), "0 or more")
         ok = self.timing_tokens > 3  # half of them calibrate, and the first is never timed
         require(ok, "timing_tokens", self.timing_tokens, "4 or more")
+        splits = self.length_splits
+        ok = all(n > 0 for n in splits) and list(splits) == sorted(set(splits))
+        require(ok, "length_splits", list(splits), "ever larger numbers above 0")
+        ok = 1 in self.batch_sizes and min(self.batch_sizes) == 1
+        require(ok, "batch_sizes", list(self.batch_sizes), "a list of 1 and larger batch sizes")
         ok = set(self.timed_lengths) <= set(self.sweep)
         require(ok, "timed_lengths", list(self.timed_lengths), "lengths that are in the sweep")
         ok = self.calibration_prompts > 0

@@ -24,12 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from .. import __version__
 from ..configs.collection import CollectSection, DomainSection
 from ..configs.errors import UserError
+from .benchmarks import check_layout, resolved
 from .chat import rules_hash, template_hash, tokenizer_hash, tokenizer_name
 from .duplicates import Sketch
 from .files import cache_folder, whole_folder, write_json
 from .prompts import Prompt, read_prompts
 from .selection import Selection, select
-from .sources import DATASETS, reason_of, source_files
+from .sources import DATASETS, read_rows, reason_of, source_files
 from .store import settings_hash
 from .tally import REJECTED, Tally, tell
 from .workers import MARKED, ROWS, Renderer, parse_row, render_all
@@ -86,6 +87,7 @@ def prepare(
         UserError: no such source, a line that cannot be read, a domain without a usable row, or a
             tokenizer without the chat template that is needed.
     """
+    domains = [_known(section) for section in domains]
     longest = longest_conversation(limit, collect)
     console.print(_limits(longest, limit, collect))
     depends = _depends(domains, collect, tokenizer, eos_ids, longest, options)
@@ -111,6 +113,13 @@ def prepare(
             prepared = _make(folder, depends, domains, collect, renderer, console)
     tell(prepared.counts, prepared.folder, console)
     return prepared
+
+
+def _known(section: DomainSection) -> DomainSection:
+    """A set's own section where the recipe names it, checked to be what its name says."""
+    found = resolved(section)
+    check_layout(section, (row for _, row in read_rows(found)))
+    return found
 
 
 def longest_conversation(positions: int | None, collect: CollectSection) -> int | None:

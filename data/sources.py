@@ -18,6 +18,7 @@ import fsspec
 
 from ..configs.collection import DomainSection
 from ..configs.errors import UserError, did_you_mean
+from .benchmarks import BENCHMARKS
 
 DATASETS = "datasets:"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -94,10 +95,12 @@ def source_files(source: str) -> list[tuple[str, str]]:
         return [(source, str(resources.files(__package__) / "domains" / f"{source}.jsonl"))]
     names = [source] if Path(source).is_file() else _matching(source)
     if not names:
-        hint = did_you_mean(Path(source).stem, packaged_domains())
+        of_set = ":" in source and "://" not in source
+        word = source.partition(":")[0] if of_set else Path(source).stem
+        hint = did_you_mean(word, (*packaged_domains(), *BENCHMARKS))
         raise UserError(
-            f"there are no prompts at '{source}': give a packaged domain, the path or URL of a "
-            f"file ({', '.join(READERS)}) or {DATASETS}NAME{hint}"
+            f"there are no prompts at '{source}': give a packaged domain, a known set, the path or "
+            f"URL of a file ({', '.join(READERS)}) or {DATASETS}NAME{hint}"
         )
     return [(name, name) for name in names]
 

@@ -23,6 +23,7 @@ from transformers import (
 from ..configs.errors import UserError
 from ..configs.recipe import TargetSection
 from . import embedded
+from .adapted import adapter_name, with_adapter
 from .cache import Branch, SlabCache
 from .chat import rules_hash, template_hash, tokenizer_hash
 from .devices import pick_device, pick_dtype
@@ -258,6 +259,7 @@ def _words(
     """What a target's provenance says about text."""
     return {
         "template_options": dict(section.template_options),
+        "adapter": adapter_name(section.adapter),
         "tokenizer": tokenizer_hash(tokenizer),
         "rules": rules_hash(tokenizer),
         "template": template_hash(tokenizer, section.template_options),
@@ -356,7 +358,7 @@ def _load(
             f"target '{section.name}' lacks the weights {sorted(info['missing_keys'])[:3]} (of "
             f"{len(info['missing_keys'])}); take a complete model folder"
         )
-    return model.to(on), tokenizer
+    return with_adapter(model.to(on), tokenizer, section.adapter), tokenizer
 
 
 def _eos_ids(generation: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

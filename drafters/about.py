@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.errors import UserError
-from .formats.config import read_json
+from .formats.config import is_whole, read_json
 
 OWN = "draftsmith.json"
 FORMAT = 1
+_KINDS: dict[str, tuple[type, str]] = {
+    "family": (str, "a word"),
+    "layout": (str, "a word, or null"),
+    "options": (dict, "a table of names and values"),
+    "trained": (dict, "a table of names and values"),
+    "draft_ids": (list, "a list of token ids, or null"),
+    "shared": (list, "a list of names"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ def about(folder: Path, taps: tuple[int, ...] | None = None) -> About:
         missing.append("target.tokenizer")
     if missing:
         raise UserError(f"{path} is incomplete: it does not tell {', '.join(missing)}")
+    for name, (kind, accepted) in _KINDS.items():
+        if own.get(name) is not None and not isinstance(own[name], kind):
+            raise UserError(f"{path}: '{name}' is {own[name]}, must be {accepted}")
+    _check_ids(own["draft_ids"], path)
     return About(
         family=own["family"],
         layout=own["layout"],
@@ -59,3 +71,11 @@ def about(folder: Path, taps: tuple[int, ...] | None = None) -> About:
         options=own.get("options"),
         own=own,
     )
+
+
+def _check_ids(ids: Any, path: Path) -> None:
+    """Raise `UserError` unless they are None, or different ids in ascending order."""
+    if ids is None:
+        return
+    if not ids or not all(map(is_whole, ids)) or ids[0] < 0 or ids != sorted(set(ids)):
+        raise UserError(f"{path}: 'draft_ids' must be different token ids in ascending order")

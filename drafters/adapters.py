@@ -9,25 +9,20 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..configs.errors import UserError, did_you_mean, require
+from ..data.adapted import merge
 from ..data.parts import cpu_copy
 from ..data.target import decoder_layers
 
 ADAPTER = "adapter"
 """Where a drafter's folder keeps its adapter, beside the merged weights, if its base is saved
 somewhere: fitting weights that nobody has it would be of no use."""
-
-_PROBE = 16  # tokens that merged and adapted model are compared on
-_TOLERANCE = 1e-4  # of the largest logit, in float32
-_ROUNDINGS = 8  # in low precision: so many units of the dtype's own rounding
 
 
 @dataclass(frozen=True)
@@ -122,26 +117,9 @@ def write_adapter(model: PeftModel, folder: Path) -> None:
     (folder / "README.md").unlink(missing_ok=True)  # an empty form
 
 
-@torch.no_grad()
 def merged(model: PeftModel) -> PreTrainedModel:
     """A copy on the CPU with the adapter folded into the weights; `model` stays as it is.
 
-    Raises `UserError` if the copy's logits are others than those of `model`.
+    Raises `UserError` as `merge`.
     """
-    whole: Any = cpu_copy(model).eval()
-    rows = whole.get_input_embeddings().num_embeddings
-    ids = torch.arange(_PROBE)[None] * rows // _PROBE  # [1, n]
-    before = whole(input_ids=ids, use_cache=False).logits.float()  # [1, n, V]
-    try:
-        plain: PreTrainedModel = whole.merge_and_unload(safe_merge=True)
-    except ValueError as error:
-        raise UserError(f"the adapter cannot be merged: {error}") from error
-    after = plain(input_ids=ids, use_cache=False).logits.float()
-    worst, scale = (before - after).abs().max().item(), before.abs().max().item()
-    allowed = max(_TOLERANCE, _ROUNDINGS * torch.finfo(plain.dtype).eps)
-    if not worst <= allowed * scale:
-        raise UserError(
-            f"the adapter cannot be merged: logits change by up to {worst:.3g} where the largest "
-            f"is {scale:.3g}"
-        )
-    return plain
+    return merge(cpu_copy(model).eval())

@@ -6,7 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..configs.errors import UserError
 from ..data.dense import dense_weight, whole
+from ..data.target import Target
+
+
+def nothing_taken(target: Target) -> UserError:
+    """Of a recipe that asks for the target's layers, where none fit."""
+    return UserError(
+        f"drafter.init 'target' takes over no layers of '{target.provenance['name']}' "
+        f"({target.model.config.model_type}), which are not Llama's in names, shapes and norms; "
+        "leave drafter.init out"
+    )
 
 
 def full_rope(source: Any) -> dict[str, Any] | None:

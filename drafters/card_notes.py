@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from .card_table import markdown_table
 from .dflash import DFlashDrafter
 from .public import one_line, public_values
 
@@ -49,7 +50,7 @@ def records_table(cells: list[dict[str, Any]]) -> list[str]:
         ]
         for cell in cells
     ]
-    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+    return markdown_table(header, rows).splitlines()
 
 
 def reproduction(report: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> str:

@@ -23,10 +23,11 @@ from ..data.shelves import sha256
 from ..data.target import Target
 from .about import FORMAT, OWN, About, about
 from .base import Drafter
+from .formats.own import config_of
 from .formats.tensors import weight_files
 from .layouts import LAYOUTS
 from .reading import read
-from .registry import FAMILIES, UntrainedConfig, family_config, untrained_drafter
+from .registry import FAMILIES, UntrainedConfig, untrained_drafter
 
 _OURS = ("transformers", "draftsmith")
 """Layouts that have no place for the ids of a draft vocabulary."""
@@ -104,9 +105,9 @@ def load_drafter(folder: Path, target: Target, taps: tuple[int, ...] | None = No
 
 
 def _from_options(folder: Path, known: About, target: Target) -> Drafter:
-    section = {"family": known.family, **(known.options or {})}
-    _, config = family_config(section, str(folder / OWN))
-    assert isinstance(config, UntrainedConfig)
+    config = config_of(folder, known)
+    if not isinstance(config, UntrainedConfig):
+        raise UserError(f"{folder / OWN}: 'layout' of a drafter '{known.family}' must be told")
     return untrained_drafter(config, target)
 
 

@@ -24,6 +24,7 @@ from ..configs.errors import UserError
 from ..data.cache import SlabCache
 from ..data.target import Target, finish_logits
 from .base import Step, TrainBatch, supervised_at, token_index
+from .borrowed import nothing_taken
 from .dflash_begin import (
     copy_last_layers,
     copy_norm,
@@ -137,11 +138,7 @@ class DFlashDrafter(nn.Module):
         if config.init != "random" and not drafter.fc.weight.is_meta:  # where nothing is copied
             scale = copy_last_layers(list(drafter.layers), target)
             if scale is None and config.init == "target":
-                raise UserError(
-                    f"drafter.init 'target' takes over no layers of '{target.provenance['name']}' "
-                    f"({target.model.config.model_type}), which are not Llama's in names, shapes "
-                    "and norms; leave drafter.init out"
-                )
+                raise nothing_taken(target)
             if scale is not None:
                 drafter.hidden_norm.weight.data.copy_(scale)
                 eye_added(drafter.fc.weight.data)

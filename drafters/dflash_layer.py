@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .base import TrainBatch, supervised_at
-
-Rope = tuple[Tensor, Tensor]
+from .rope import Rope, rotated
 
 PLACES = 64
 """Places of blocks whose attention is computed at a time: each multiplies the keys of all."""
@@ -42,11 +41,11 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
         """Rotated queries `[B, n, h] -> [B, H, n, d]`."""
-        return _rotated(self.q_norm(self._split(self.q_proj(x))), rope)
+        return rotated(self.q_norm(self._split(self.q_proj(x))), rope)
 
     def keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values: `[B, n, h] -> [B, KV, n, d]`."""
-        k = _rotated(self.k_norm(self._split(self.k_proj(x))), rope)
+        k = rotated(self.k_norm(self._split(self.k_proj(x))), rope)
         return k, self._split(self.v_proj(x)).transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -57,12 +56,6 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.d))  # [B, n, heads, d]
-
-
-def _rotated(x: Tensor, rope: Rope) -> Tensor:
-    """`[B, n, heads, d] -> [B, heads, n, d]`."""
-    cos, sin = (part[:, :, None] for part in rope)  # [., n, 1, d]
-    return (x * cos + rotate_half(x) * sin).transpose(1, 2)
 
 
 class Layer(nn.Module):

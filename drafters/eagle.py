@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ..data.target import Target, finish_logits
 from .base import Step, TrainBatch
+from .cached_states import CachedStates
 from .eagle3_layer import Block, LaterLayer
-from .pairs import PairDecoding, Pairs, PairState
+from .pairs import PairDecoding, Pairs
 
 
 class FusedLayer(Block):
@@ -95,6 +96,6 @@ class EagleDrafter(PairDecoding, nn.Module):
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         return self.pairs.unroll(batch, steps, False)
 
-    def start(self, rows: int, capacity: int) -> PairState:
+    def start(self, rows: int, capacity: int) -> CachedStates:
         taps = self.lm_head.weight.new_empty(rows, 0, self.config.hidden_size)
-        return PairState.empty(self.pairs, rows, capacity, taps)
+        return self.pairs.start(rows, capacity, taps)

@@ -19,9 +19,10 @@ from ..configs.errors import UserError
 from ..data.target import Target
 from . import eagle3_begin
 from .base import Step, TrainBatch
+from .cached_states import CachedStates
 from .eagle3_config import HEAD_OF_FACTORS, Eagle3Config
 from .eagle3_layer import LaterLayer, Layer, Norms
-from .pairs import PairDecoding, Pairs, PairState
+from .pairs import PairDecoding, Pairs
 
 
 class Eagle3Drafter(PairDecoding, nn.Module):
@@ -180,6 +181,6 @@ class Eagle3Drafter(PairDecoding, nn.Module):
     def unroll(self, batch: TrainBatch, steps: int) -> list[Step]:
         return self.pairs.unroll(batch, steps, self._checkpointed and self.training)
 
-    def start(self, rows: int, capacity: int) -> PairState:
+    def start(self, rows: int, capacity: int) -> CachedStates:
         taps = self.fc.weight.new_empty(rows, 0, self.fc.in_features)
-        return PairState.empty(self.pairs, rows, capacity, taps)
+        return self.pairs.start(rows, capacity, taps)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from ..configs.errors import UserError
 from ..data.dense import dense_weight, whole
 from ..data.target import Target
-from .borrowed import fill_rows, full_rope, layer_weights, multiplies
+from .borrowed import fill_rows, full_rope, layer_weights, multiplies, nothing_taken
 from .eagle3_config import Eagle3Config
 from .lowrank import factors
 
@@ -64,7 +64,8 @@ def _heads(source: Any, h: int) -> tuple[int, int]:
 def begin(drafter: Any, target: Target, config: Eagle3Config) -> None:
     """Give a new head its first weights.
 
-    Raises `UserError` for options that are for a head of the target's width, and as `learn`.
+    Raises `UserError` for options that are for a head of the target's width, for `init: target`
+    where the layer cannot be taken over, and as `learn`.
     """
     own = drafter.config.hidden_size != target.hidden_size
     if own and not config.train_head:
@@ -88,8 +89,9 @@ def begin(drafter: Any, target: Target, config: Eagle3Config) -> None:
     for layer in drafter.later:  # which add nothing at first
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
-    if not own:
-        _copy_last_layer(drafter, target)
+    copied = not own and _copy_last_layer(drafter, target)
+    if config.init == "target" and not copied:
+        raise nothing_taken(target)
 
 
 def begin_head(drafter: Any, target: Target, moment: Tensor | None) -> None:
@@ -121,12 +123,12 @@ _COPIED = {f"mlp.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "do
 _HALF_COPIED = tuple(f"self_attn.{name}_proj" for name in "qkv")  # the half that reads the state
 
 
-def _copy_last_layer(drafter: Any, target: Target) -> None:
+def _copy_last_layer(drafter: Any, target: Target) -> bool:
     """Start as the target's last layer over its last tap; what reads the embedding stays noise.
 
     Only for targets whose last layer is Llama's in names, shapes and norms; others start from
-    noise throughout. A head with other norms than the paper's has the weights of that layer, and
-    begins as something else.
+    noise throughout, which is told. A head with other norms than the paper's has the weights of
+    that layer, and begins as something else.
     """
     layer, final = target.layers[-1], getattr(target.body, "norm", None)
     theirs, mine = layer_weights(layer, target.dtype), drafter.midlayer.state_dict()
@@ -138,10 +140,11 @@ def _copy_last_layer(drafter: Any, target: Target) -> None:
     )
     norms = (final, getattr(layer, "input_layernorm", None))
     if not fits or final is None or not all(multiplies(norm) for norm in norms):
-        return
+        return False
     for name, weight in pairs.items():
         mine[name].copy_(weight)
     for name, weight in halves.items():
         mine[name][:, h:].copy_(weight)
     drafter.fc.weight.data[:, -h:] += torch.eye(h)
     drafter.norm.load_state_dict(final.state_dict())
+    return True

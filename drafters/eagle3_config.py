@@ -22,8 +22,8 @@ class Eagle3Config:
     domain_floor: float = 0.5
     """Share of the draft vocabulary dealt out equally to the domains' own most likely tokens."""
     init: str | None = None
-    """`target` starts the layer with the weights of the target's last one, as null does; `random`
-    from noise."""
+    """`target` starts the layer with the weights of the target's last one, as null does where they
+    fit; `random` from noise."""
     start: str | None = None
     """Goes on from a published head, its folder or Hub id, which decides what is left unset here;
     null begins anew."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from .base import TrainBatch, supervised_at
+from .rope import Rope, rotated
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * d, bias=bias)
         self.o_proj = nn.Linear(self.heads * d, h, bias=bias)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `[B, n, width] -> [B, H|KV, n, d]`."""
-        shape = (*x.shape[:-1], -1, self.d)
-        q = self.q_proj(x).view(shape).transpose(1, 2)  # [B, H, n, d]
-        k = self.k_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
-        v = self.v_proj(x).view(shape).transpose(1, 2)  # [B, KV, n, d]
-        q, k = apply_rotary_pos_emb(q, k, *rope)
-        return q, k, v
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """Rotated queries: `[B, n, width] -> [B, H, n, d]`."""
+        return rotated(self._split(self.q_proj(x)), rope)
+
+    def keys(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values: `[B, n, width] -> [B, KV, n, d]`."""
+        return rotated(self._split(self.k_proj(x)), rope), self._split(self.v_proj(x)).transpose(
+            1, 2
+        )
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.d))  # [B, n, heads, d]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """`[B, H, n, d]` queries over `[B, KV, S, d]`, mask `[., 1, n, S]`: `[B, n, h]`."""

@@ -13,14 +13,13 @@ import yaml
 from ..configs.errors import UserError, did_you_mean
 from .card_commands import SERVING, Served
 from .card_notes import data_summary, licence_note, reproduction
+from .card_table import measured_table
 from .public import one_line, public
 
 Report = dict[str, Any]
 
 TAGS = ("speculative-decoding", "draft")
 UNNAMED = "OWNER/DRAFT"
-
-_MISSING = "–"
 
 
 def model_card(
@@ -32,13 +31,16 @@ def model_card(
     repo_id: str | None = None,
     recipe: Mapping[str, Any] | None = None,
     note: str | None = None,
+    without: Mapping[str, str] | None = None,
+    speculators: bool = False,
 ) -> str:
     """README.md of a published draft, YAML front matter included.
 
     `report` is a report.json of format 1, `layout` one of SERVING, `base_model` the target's Hub
     name, `license` a Hub licence name such as "apache-2.0", `repo_id` where the draft will live,
     `recipe` that of the run, as `configs.load.to_dict` has it, `note` what engines do other than
-    was measured. Raises UserError for an unknown layout.
+    was measured, `without` what of the draft they do not read, by their names, `speculators`
+    whether that library's layout lies beside. Raises UserError for an unknown layout.
     """
     if layout not in SERVING:
         known = did_you_mean(layout, tuple(SERVING))
@@ -46,7 +48,8 @@ def model_card(
     serving = SERVING[layout]
     base_model, repo_id = public(base_model), repo_id or UNNAMED
     reduced = any(cell.get("captured_mass") is not None for cell in report["cells"])
-    served = Served(base_model, repo_id, report["settings"]["num_draft_tokens"], reduced)
+    gamma = report["settings"]["num_draft_tokens"]
+    served = Served(base_model, repo_id, gamma, reduced, without or {}, speculators)
     sections = [
         _front_matter(report, serving.library, base_model, license),
         _introduction(report, base_model, repo_id),
@@ -99,32 +102,10 @@ def _introduction(report: Report, base_model: str, repo_id: str) -> str:
 
 
 def _measured(report: Report) -> str:
-    """One row per domain and law; no mean over either."""
-    cells = report["cells"]
-    gamma = max((len(cell["acceptance_by_position"]) for cell in cells), default=0)
-    survivals = [f"S_{k}" for k in range(1, gamma + 1)]
-    header = ["domain", "law", "prompts", "α overlap", *survivals, "τ", "accepted/drafted"]
-    header += ["speedup measured", "predicted"]
-    rows = []
-    for cell in cells:
-        speed = cell.get("speed") or {}
-        survival = [place["survival"] for place in cell["acceptance_by_position"]]
-        survival += [None] * (gamma - len(survival))
-        rows.append(
-            [
-                *(one_line(cell["domain"]), one_line(cell["law"]), str(cell["prompts"])),
-                _interval(cell["overlap"], 3),
-                *(_number(value, 2) for value in survival),
-                _interval(cell["tokens_per_round"], 2),
-                _number(cell["draft_acceptance_rate"], 3),
-                _interval(speed.get("speedup"), 2),
-                _number(speed.get("predicted"), 2),
-            ]
-        )
-    table = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
     doubts = [f"- **Alarm:** {one_line(alarm)}" for alarm in report.get("alarms") or []]
     text = "Held-out prompts; brackets hold bootstrap intervals over conversations."
-    return "\n".join(["## Measured", "", text, "", *table, *([""] if doubts else []), *doubts])
+    lines = ["## Measured", "", text, "", measured_table(report)]
+    return "\n".join([*lines, *([""] if doubts else []), *doubts])
 
 
 def _conditions(report: Report) -> str:
@@ -195,15 +176,3 @@ _GLOSSARY = """
 - speedup: speculative ÷ plain tokens per second on the machine named above; predicted from S_k and
   measured costs.
 """
-
-# ----------------------------------------------------------------------------- words
-
-
-def _number(value: float | None, digits: int) -> str:
-    return _MISSING if value is None else f"{value:.{digits}f}"
-
-
-def _interval(estimate: Report | None, digits: int) -> str:
-    low, high = ((estimate or {}).get(key) for key in ("low", "high"))
-    value = _number((estimate or {}).get("value"), digits)
-    return value if low is None or high is None else f"{value} [{low:.{digits}f}–{high:.{digits}f}]"

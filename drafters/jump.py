@@ -23,6 +23,7 @@ from ..data.cache import Branch, SlabCache
 from ..data.dense import dense_weight
 from ..data.target import Target
 from .base import Step, TrainBatch, supervised_at, token_index
+from .cached_states import CachedStates
 from .eagle3_layer import Window
 from .span import Span, final_norm
 from .vocab import check_floor
@@ -80,31 +81,6 @@ class JumpConfig:
                 f"{last}, begin below end"
             )
         return begin, end
-
-
-@dataclass
-class _State:
-    """Keys and values of the tokens with true states, and the emitted tokens not yet taken in.
-
-    late: `[B, 1 + fed, h]` own late states of a round: at the last emitted token, then at the
-    drafted tokens fed (of a chain only the last); parents: `[B, fed]` of those, if they form a
-    tree.
-    """
-
-    cache: SlabCache
-    known: list[int]
-    tokens: Tensor
-    counts: list[int]
-    taps: Tensor
-    late: Tensor
-    parents: Tensor | None
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.tokens.device)
-        self.tokens, self.taps = self.tokens[index], self.taps[index]
-        self.known = [self.known[r] for r in rows]
-        self.counts = [self.counts[r] for r in rows]
 
 
 class Block(nn.Module):
@@ -284,61 +260,49 @@ class JumpDrafter(nn.Module):
 
     # ---- decoding
 
-    def start(self, rows: int, capacity: int) -> _State:
-        device = self.fc.weight.device
-        empty = torch.empty(rows, 0, dtype=torch.long, device=device)
+    def start(self, rows: int, capacity: int) -> CachedStates:
         taps = self.fc.weight.new_empty(rows, 0, self.fc.in_features)
-        return _State(self.span.new_cache(rows, capacity), [0] * rows, empty, [], taps, taps, None)
+        return CachedStates.empty(self._drafted, self.span.new_cache(rows, capacity), taps)
 
     @property
     def max_positions(self) -> int | None:
         return self.span.target.max_positions
 
-    def prefill(self, state: _State, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
+    def prefill(
+        self, state: CachedStates, ids: Tensor, lengths: Sequence[int], taps: Tensor
+    ) -> None:
         """Tokens up to the last but one; the last state waits for the first reply token."""
         if ids.shape[1] > 1:
             self._run(state.cache, self._split(taps[:, :-1])[0])
-            state.known = [n - 1 for n in lengths]
-            state.cache.advance(state.known)
+            state.prefilled(lengths)
 
     def commit(
         self,
-        state: _State,
+        state: CachedStates,
         tokens: Tensor,
         counts: Sequence[int],
         taps: Tensor,
         path: Tensor | None = None,
     ) -> None:
-        """What was drafted was guessed, so it all goes; true states are taken in later."""
-        state.cache.truncate(state.known)
-        state.tokens, state.counts, state.taps = tokens, list(counts), taps
+        state.commit(tokens, counts, taps)
 
-    def first(self, state: _State) -> Tensor:
+    def first(self, state: CachedStates) -> Tensor:
         """Takes in true states, and the guess at the last emitted token behind, in one pass."""
         counts = torch.tensor(state.counts, device=state.tokens.device)
         rows, last = torch.arange(len(counts), device=counts.device), counts - 1
         begin, late = self._split(state.taps)  # [B, m, h]
         states = F.pad(begin, (0, 0, 0, 1))  # [B, m + 1, h]
         states[rows, counts] = self._guess(late[rows, last], state.tokens[rows, last])
-        out = self._run(state.cache, states)
-        state.cache.advance([n + 1 for n in state.counts])
-        state.known = [n - 1 for n in state.cache.lengths]
-        state.late, state.parents = out[rows, counts][:, None], None
-        return self.head(state.late[:, 0])
+        return self.head(state.begin(self._run(state.cache, states), guessed=1))
 
-    def extend(self, state: _State, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        """Each token goes with the own late state at its parent."""
-        branch, before = None, state.late[:, -1:]  # [B, 1, h]
-        if parents is not None:
-            known = parents[:, :0] if state.parents is None else state.parents
-            state.parents = torch.cat([known, parents], 1)  # [B, fed + w]
-            branch = Branch([n + 1 for n in state.known], state.parents)
-            index = (parents + 1)[..., None].expand(-1, -1, before.shape[-1])
-            before = state.late.gather(1, index)  # [B, w, h]
-        out = self._run(state.cache, self._guess(before, tokens), branch)  # [B, w, h]
-        state.cache.advance([tokens.shape[1]] * len(tokens))
-        state.late = out if parents is None else torch.cat([state.late, out], 1)
-        return self.head(out)
+    def extend(self, state: CachedStates, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.head(state.extend(tokens, parents))
+
+    def _drafted(
+        self, cache: SlabCache, before: Tensor, tokens: Tensor, branch: Branch | None
+    ) -> Tensor:
+        """Own late states at drafted tokens `[B, w]`, by those before them."""
+        return self._run(cache, self._guess(before, tokens), branch)
 
     def _run(self, cache: SlabCache, states: Tensor, branch: Branch | None = None) -> Tensor:
         """The target's layers over new states `[B, n, h]` behind the cache: late ones."""

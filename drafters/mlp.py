@@ -181,7 +181,10 @@ class MLPDrafter(nn.Module):
     def from_target(
         cls, target: Target, config: MLPConfig, draft_ids: Tensor | None = None
     ) -> "MLPDrafter":
-        """A speculator for `target`, from noise or with its embedding and head, see `init`."""
+        """A speculator for `target`, from noise or with its embedding and head, see `init`.
+
+        Raises `UserError` where the recipe asks for these at another width.
+        """
         drafter = cls(
             target.hidden_size,
             target.head.out_features,
@@ -196,7 +199,13 @@ class MLPDrafter(nn.Module):
         for parameter in drafter.parameters():
             if parameter.dim() == 2:
                 nn.init.trunc_normal_(parameter, std=std)
-        if config.init != "random" and drafter.inner_dim == target.hidden_size:
+        fits = drafter.inner_dim == target.hidden_size
+        if config.init == "target" and not fits:
+            raise UserError(
+                f"drafter.init 'target' takes over embedding and head, {target.hidden_size} wide, "
+                f"and drafter.inner_dim is {drafter.inner_dim}; leave one of them out"
+            )
+        if config.init != "random" and fits:
             _copy_words(drafter, target, std)
         return drafter
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from ..data.cache import Branch, SlabCache
 from .base import Step, TrainBatch, supervised_at, token_index
+from .cached_states import CachedStates
 from .eagle3_layer import Block, Window
 
 
@@ -88,12 +89,14 @@ class Pairs:
         own: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             read, state = layer.inputs(embedding, state)
-            q, k, v = layer.self_attn.project(read, rope)
-            mask = None
+            k, v = layer.self_attn.keys(read, rope)
+            mask, asked = None, rope
             if step == 0 and i + 1 < len(self.layers):  # whose outputs later layers have keys of
                 mask = window.context()
             elif step == 0:
-                q, state = window.take(q, 2), window.take(state, 1)
+                read, state = window.take(read, 1), window.take(state, 1)
+                asked = window.take(rope[0], 1), window.take(rope[1], 1)
+            q = layer.self_attn.queries(read, asked)
             turn = 2 * len(self.layers)
             keys = torch.cat([*known[2 * i :: turn], k], 2)  # [B, KV, S, d]
             values = torch.cat([*known[2 * i + 1 :: turn], v], 2)
@@ -112,10 +115,22 @@ class Pairs:
         assert not isinstance(mask, dict)
         for i, layer in enumerate(self.layers):
             read, state = layer.inputs(embedding, state)
-            q, k, v = layer.self_attn.project(read, rope)
-            k, v = cache.update(k, v, i)
+            q = layer.self_attn.queries(read, rope)
+            k, v = cache.update(*layer.self_attn.keys(read, rope), i)
             state = layer.finish(state, layer.self_attn.attend(q, k, v, mask))
         return state
+
+    def start(self, rows: int, capacity: int, taps: Tensor) -> CachedStates:
+        """Nothing drafted yet; `taps [rows, 0, L*h_t]` tells device and dtype."""
+
+        def drafted(
+            cache: SlabCache, before: Tensor, tokens: Tensor, branch: Branch | None
+        ) -> Tensor:
+            return self.forward(cache, self.fed(before), tokens, branch)
+
+        return CachedStates.empty(
+            drafted, SlabCache(self.config, rows, capacity, taps.device), taps
+        )
 
 
 class PairDecoding:
@@ -135,13 +150,16 @@ class PairDecoding:
         return self.config.max_position_embeddings
 
     def prefill(
-        self, state: "PairState", ids: Tensor, lengths: Sequence[int], taps: Tensor
+        self, state: CachedStates, ids: Tensor, lengths: Sequence[int], taps: Tensor
     ) -> None:
-        state.prefill(ids, lengths, taps)
+        """Pairs up to the last prompt token; the last state waits for the first reply token."""
+        if ids.shape[1] > 1:
+            self._behind(state, taps[:, :-1], ids[:, 1:])
+            state.prefilled(lengths)
 
     def commit(
         self,
-        state: "PairState",
+        state: CachedStates,
         tokens: Tensor,
         counts: Sequence[int],
         taps: Tensor,
@@ -149,76 +167,14 @@ class PairDecoding:
     ) -> None:
         state.commit(tokens, counts, taps)
 
-    def first(self, state: "PairState") -> Tensor:
-        return self.head(state.first())
+    def first(self, state: CachedStates) -> Tensor:
+        """Takes in the pairs with true states."""
+        return self.head(state.begin(self._behind(state, state.taps, state.tokens)))
 
-    def extend(self, state: "PairState", tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def extend(self, state: CachedStates, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         return self.head(state.extend(tokens, parents))
 
-
-@dataclass
-class PairState:
-    """A `DraftState`: the cache of the pairs with true states, and the pairs not yet taken in.
-
-    hidden: `[B, 1 + fed, h]` outputs of a round: behind the committed text, then behind the drafted
-    tokens fed (of a chain only the last); parents: `[B, fed]` of those, if they form a tree.
-    """
-
-    pairs: Pairs
-    cache: SlabCache
-    known: list[int]
-    tokens: Tensor
-    counts: list[int]
-    taps: Tensor
-    hidden: Tensor
-    parents: Tensor | None
-
-    @classmethod
-    def empty(cls, pairs: Pairs, rows: int, capacity: int, taps: Tensor) -> "PairState":
-        """Of `rows` rows; `taps [rows, 0, L*h_t]` tells device and dtype."""
-        tokens = torch.empty(rows, 0, dtype=torch.long, device=taps.device)
-        cache = SlabCache(pairs.config, rows, capacity, taps.device)
-        return cls(pairs, cache, [0] * rows, tokens, [], taps, taps, None)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.tokens.device)
-        self.tokens, self.taps = self.tokens[index], self.taps[index]
-        self.known = [self.known[r] for r in rows]
-        self.counts = [self.counts[r] for r in rows]
-
-    def prefill(self, ids: Tensor, lengths: Sequence[int], taps: Tensor) -> None:
-        """Pairs up to the last prompt token; the last state waits for the first reply token."""
-        if ids.shape[1] > 1:
-            self.pairs.forward(self.cache, self.pairs.fuse(taps[:, :-1]), ids[:, 1:])
-            self.known = [n - 1 for n in lengths]
-            self.cache.advance(self.known)
-
-    def commit(self, tokens: Tensor, counts: Sequence[int], taps: Tensor) -> None:
-        """Drafted pairs carry the head's own states, so all go; true ones are taken in later."""
-        self.cache.truncate(self.known)
-        self.tokens, self.counts, self.taps = tokens, list(counts), taps
-
-    def first(self) -> Tensor:
-        """Take in the pairs with true states: the output behind the last of each row, `[B, h]`."""
-        rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
-        last = torch.tensor(self.counts, device=rows.device) - 1  # [B]
-        out = self.pairs.forward(self.cache, self.pairs.fuse(self.taps), self.tokens)  # [B, m, h]
-        self.cache.advance(self.counts)
-        self.known = list(self.cache.lengths)
-        self.hidden, self.parents = out[rows, last][:, None], None
-        return self.hidden[:, 0]
-
-    def extend(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """Each token goes with the output behind its parent: outputs behind each, `[B, w, h]`."""
-        branch, before = None, self.hidden[:, -1:]  # [B, 1, h]
-        if parents is not None:
-            known = parents[:, :0] if self.parents is None else self.parents
-            self.parents = torch.cat([known, parents], 1)  # [B, fed + w]
-            branch = Branch(self.known, self.parents)
-            index = (parents + 1)[..., None].expand(-1, -1, before.shape[-1])
-            before = self.hidden.gather(1, index)  # [B, w, h]
-        out = self.pairs.forward(self.cache, self.pairs.fed(before), tokens, branch)  # [B, w, h]
-        self.cache.advance([tokens.shape[1]] * len(tokens))
-        self.hidden = out if parents is None else torch.cat([self.hidden, out], 1)
-        return out
+    def _behind(self, state: CachedStates, taps: Tensor, tokens: Tensor) -> Tensor:
+        """Pairs of true states behind the cache: the last layer's output `[B, n, h]`."""
+        pairs = self.pairs
+        return pairs.forward(state.cache, pairs.fuse(taps), tokens)

@@ -12,6 +12,7 @@ from ..data.vocabulary import same_tokens
 from .about import About
 from .base import Drafter
 from .checksums import SUMS, verify_checksums
+from .formats.config import why
 from .formats.fits import check_ids
 from .formats.hf_causal import text_config
 from .layouts import LAYOUTS, layout_of
@@ -83,7 +84,11 @@ def _shared_tokens(folder: Path, target: Target, tokenizer: str | None) -> int:
     if not has_tokenizer(folder):
         raise UserError(f"{folder} has no tokenizer to compare with the target's")
     try:
-        found = same_tokens(target.tokenizer, AutoTokenizer.from_pretrained(folder))
+        theirs = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a tokenizer's code makes of damaged files
+        raise UserError(f"cannot read the tokenizer of {folder}: {why(error)}") from error
+    try:
+        found = same_tokens(target.tokenizer, theirs)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     if found.note:

@@ -1,6 +1,7 @@
 """The table of drafter families, and what a recipe's `drafter:` section means."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ..configs.errors import UserError, did_you_mean
@@ -66,7 +67,19 @@ def family_config(section: Mapping[str, Any], where: str) -> tuple[str, FamilyCo
         raise UserError(
             f"unknown drafter.family '{family}' in {where}{did_you_mean(str(family), FAMILIES)}"
         )
+    own = _names(FAMILIES[family])
+    for name in options.keys() - own:
+        if others := [n for n, other in FAMILIES.items() if name in _names(other)]:
+            raise UserError(
+                f"unknown key 'drafter.{name}' in {where}: it is an option of "
+                f"{', '.join(others)}, and drafter.family is '{family}'"
+            )
     return family, parse(FAMILIES[family].config, options, where, "drafter")
+
+
+def _names(family: Family) -> set[str]:
+    """The options of a family."""
+    return {field.name for field in fields(family.config)}
 
 
 def family_of(config: FamilyConfig) -> str:

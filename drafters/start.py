@@ -20,7 +20,7 @@ from ..data.records import Record
 from ..data.target import Target
 from .about import About, about
 from .base import Drafter
-from .causal import CausalConfig, CausalDrafter
+from .causal import CausalConfig
 from .eagle3 import Eagle3Drafter
 from .eagle3_begin import begin_head
 from .eagle3_config import Eagle3Config
@@ -152,12 +152,7 @@ def check_start(config: TrainedConfig, target: Target) -> Start:
     for name, value in (shape.options | {"draft_vocab_size": size}).items():
         if name not in _LEARNING:
             _check_said(name, getattr(config, name, None), value, config.start)
-    if isinstance(shape, CausalDrafter):
-        assert isinstance(config, CausalConfig)
-        check_drafts(shape.model, target, f"drafter.start '{config.start}'")
-        if config.lora is not None:
-            shape.adapt(config.lora, config.start)
-    _learn(shape, config)
+    _learn(shape, config, target)
     return Start(folder, known, shape)
 
 
@@ -181,17 +176,19 @@ def started(config: TrainedConfig, target: Target) -> Drafter:
     drafter.float()
     for name in drafter.shared:
         _take_shared(start.folder, name, drafter, target)
-    if isinstance(drafter, CausalDrafter):
-        assert isinstance(config, CausalConfig)
-        check_drafts(drafter.model, target, f"drafter.start '{config.start}'")
-        if config.lora is not None:
-            drafter.adapt(config.lora, config.start or "")
-    _learn(drafter, config)
+    _learn(drafter, config, target)
     return drafter.train()
 
 
-def _learn(drafter: Any, config: TrainedConfig) -> None:
-    """Let a drafter learn what the recipe says."""
+def _learn(drafter: Any, config: TrainedConfig, target: Target) -> None:
+    """Let a drafter learn what the recipe says.
+
+    Raises `UserError` for a language model that cannot draft for `target`, or not be adapted so.
+    """
+    if isinstance(config, CausalConfig):
+        check_drafts(drafter.model, target, f"drafter.start '{config.start}'")
+        if config.lora is not None:
+            drafter.adapt(config.lora, config.start or "")
     if isinstance(config, Eagle3Config):
         drafter.learn(config.train_head, config.train_embedding)
     if isinstance(config, JumpConfig | MedusaConfig) and config.train_head is not None:

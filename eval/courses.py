@@ -30,6 +30,7 @@ Table = dict[str, NDArray[np.float64]]
 _APART = 0.2  # teacher-forced agreement and acceptance that far apart are worth a warning
 _ENOUGH = 30  # rounds behind such a warning
 _RESAMPLES = 1000
+_PROMPTS = 8  # of fewer, small counts alone may lie any number of their standard errors apart
 
 
 # ---- T = 0: every round
@@ -205,6 +206,9 @@ def mean(sides: Sides, law: Law, fresh: Sequence[Record]) -> tuple[Part, dict[st
             faults.append(f"{told[-1]}: {apart:.1f} standard errors apart, {most:.1f} at most")
         figures[f"{what} expected, {law.label}"] = value
         figures[f"{what} decoded, {law.label}"] = decoded.value
+    if len(set(whose[0])) < _PROMPTS:
+        few = f"fewer than {_PROMPTS} prompts cannot tell chance from a fault"
+        return Part(name, "not checked", ("; ".join(told), few)), figures
     drafted = any(d for o in outputs for d, _ in o.rounds)
     return part_of(name, faults, "; ".join(told), checked=drafted), figures
 

@@ -41,7 +41,8 @@ class DecodeSettings:
     token; either way the rule is told what the draft was really drawn from. policy: ends drafts
     before `num_draft_tokens`, which is its limit. tree: drafts trees no deeper than that, of
     probable tokens (a `TreeShape`) or of so many sampled children at each depth (a tuple); they
-    are verified by recursive rejection, whatever the verifier for chains.
+    are verified by recursive rejection, whatever the verifier for chains. together: the batch stops
+    when the first of its rows ends, so that every round was of all rows; for timing.
     """
 
     max_new_tokens: int
@@ -50,6 +51,7 @@ class DecodeSettings:
     drafting: Drafting = "sampled"
     policy: Policy | None = None
     tree: TreeShape | tuple[int, ...] | None = None
+    together: bool = False
 
     def __post_init__(self) -> None:
         if self.verifier not in RULES:
@@ -92,7 +94,7 @@ def decode(
     run.prefill()
     run.clock.prefill += now(target.device) - start
     start = now(target.device)
-    while run.rows:
+    while run.rows and not (settings.together and len(run.rows) < len(requests)):
         run.round()
     run.clock.decode += now(target.device) - start
     return run.outputs

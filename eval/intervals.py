@@ -1,6 +1,6 @@
 """Intervals of pooled ratios. The unit that is resampled is the conversation, never the token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -33,11 +33,7 @@ def ratio_interval(
     Entries of one conversation, such as its turns, are resampled together.
     """
     if conversations is not None:
-        _, group = np.unique(np.array(conversations, dtype=np.str_), return_inverse=True)
-        numerator, denominator = (
-            np.bincount(group, weights=values).astype(np.float64)
-            for values in (numerator, denominator)
-        )
+        numerator, denominator = by_conversation(conversations, numerator, denominator)
     if not denominator.sum() > 0:
         return Interval(0.0, None, None)
     value = float(numerator.sum() / denominator.sum())
@@ -50,6 +46,21 @@ def ratio_interval(
     ratios = numerator[index].sum(1)[below > 0] / below[below > 0]
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Interval(value, float(low), float(high))
+
+
+def by_conversation(
+    conversations: Sequence[str], *values: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], ...]:
+    """Each of `values` `[N]` summed over the entries of every conversation, `[M]`."""
+    _, group = np.unique(np.array(conversations, dtype=np.str_), return_inverse=True)
+    return tuple(np.bincount(group, weights=v).astype(np.float64) for v in values)
+
+
+def jackknife(figure: Callable[[NDArray[np.bool_]], float], n: int) -> tuple[float, float]:
+    """A figure of n entries, told which to keep, and its standard error by leaving out each."""
+    value = figure(np.ones(n, dtype=bool))
+    left_out = np.array([figure(np.arange(n) != i) for i in range(n)])
+    return value, float(np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum()))
 
 
 def speedup_interval(
@@ -70,12 +81,9 @@ def speedup_interval(
         return float(np.log(fast / plain))
 
     n = len(plain_seconds)
-    every = np.ones(n, dtype=bool)
-    value = log_ratio(every)
     if n < 2:
-        return Interval(float(np.exp(value)), None, None)
-    left_out = np.array([log_ratio(np.arange(n) != i) for i in range(n)])
-    error = np.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum())
+        return Interval(float(np.exp(log_ratio(np.ones(n, dtype=bool)))), None, None)
+    value, error = jackknife(log_ratio, n)
     half = float(student.ppf(0.975, n - 1)) * error
     return Interval(float(np.exp(value)), float(np.exp(value - half)), float(np.exp(value + half)))
 

@@ -8,7 +8,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,37 +18,45 @@ from rich.console import Console
 from rich.text import Text
 
 from ..configs.errors import UserError
-from .page import GLOSSARY, Banner, Report, Table, render_page
-from .tables import (
-    MIN_CONVERSATIONS,
-    detail_tables,
-    interval_text,
-    stages_table,
-    summary_tables,
-)
+from ..drafters.card_table import measured_table
+from .advice import advice, sentences
+from .all_tables import first_tables, further_tables
+from .beside import side_by_side
+from .page import GLOSSARY, Banner, Entry, Report, Table, render_page
+from .page_data import page_data
+from .tables import MIN_CONVERSATIONS, interval_text, stages_table
 
-FORMAT = 1
+FORMAT = 2
 JSON_NAME = "report.json"
 HTML_NAME = "report.html"
+REPLIES_NAME = "replies.json"
 
 MIN_GENERATE_RATIO = 0.97
 """A plain loop slower than this share of transformers' generate flatters every speedup."""
+MAX_PREDICTION_GAP = 0.15
+"""A prediction further from what was measured, and outside its interval, explains nothing."""
 MIN_OVERLAP_TO_ACCEPT = 0.05
 """Above this overlap, a decoder that accepts nothing at all is broken, not unlucky."""
 
 
-def write_report(report: Report, folder: Path) -> None:
+def write_report(report: Report, folder: Path, replies: Sequence[Report] | None = None) -> None:
     """Write report.json and report.html into `folder`, each whole or not at all.
 
     Alarms found here join those the report already holds. A number that is not finite is written
     as null, which reads as "not measured": JSON has no other word for it. The numbers go first,
     so that they are safe whatever happens to the page.
+
+    `replies` are shown on the page, and stand in replies.json, as report.json carries no text: a
+    list of {domain, law, prompt_id, pieces}, the pieces as `heatmap` has them. None keeps those
+    that the folder has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = _plain({**report, "alarms": _all_alarms(report)})
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     _write_whole(folder / JSON_NAME, text)
-    _write_whole(folder / HTML_NAME, page(report))
+    if replies is not None:
+        _write_whole(folder / REPLIES_NAME, json.dumps(list(replies), ensure_ascii=False) + "\n")
+    _write_whole(folder / HTML_NAME, page(report, read_replies(folder)))
 
 
 def read_report(path: Path) -> Report:
@@ -69,6 +77,12 @@ def read_report(path: Path) -> Report:
     if found != FORMAT:
         raise UserError(f"{path} has report format {found!r}; this version reads format {FORMAT}")
     return report
+
+
+def read_replies(folder: Path) -> list[Report]:
+    """The replies that an evaluation kept in `folder` for its page; none if it kept none."""
+    path = folder / REPLIES_NAME
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -109,6 +123,13 @@ def alarms(report: Report) -> list[str]:
             f"the plain loop reaches only {ratio:.2f} of transformers generate's tokens per "
             "second: measured speedups are against a slow baseline"
         )
+    parity = report.get("parity") or {}
+    if parity.get("checked") and not parity["ok"]:
+        parts = [part["name"] for part in parity["parts"] if part["verdict"] == "different"]
+        found.append(
+            f"what was trained is not what decodes ({', '.join(parts)} differ): "
+            "`draftsmith parity` says where"
+        )
     return found + [sentence for e in report.get("engines") or [] for sentence in engine_alarms(e)]
 
 
@@ -131,6 +152,12 @@ def _cell_alarms(cell: Report) -> Iterator[str]:
             f"{where}: measured speedup {interval_text(speedup, 2)} lies above τ "
             f"{interval_text(decoded, 2)}, which is impossible: the plain baseline is wrong"
         )
+    predicted = (cell.get("speed") or {}).get("predicted")
+    if predicted is not None and _is_off(predicted, speedup):
+        yield (
+            f"{where}: speedup {predicted:.2f} was predicted and {interval_text(speedup, 2)} "
+            "measured: costs differ between the two, or the draft length is not kept"
+        )
     enough = cell["prompts"] >= MIN_CONVERSATIONS
     if enough and (_above(estimated, decoded) or _above(decoded, estimated)):
         yield (
@@ -148,6 +175,13 @@ def _cell_alarms(cell: Report) -> Iterator[str]:
             f"{where}: no drafted token was accepted although the overlap is {overlap:.2f}: the "
             "draft is not decoded as it was trained"
         )
+
+
+def _is_off(predicted: float, measured: Report) -> bool:
+    value, low, high = (measured.get(key) for key in ("value", "low", "high"))
+    if value is None or low is None or high is None or low <= predicted <= high:
+        return False
+    return abs(predicted / value - 1) > MAX_PREDICTION_GAP
 
 
 def _above(upper: Report, lower: Report) -> bool:
@@ -182,16 +216,39 @@ def banners(report: Report) -> list[Banner]:
     ]
 
 
-def page(report: Report) -> str:
-    """The HTML page of a report."""
+def page(report: Report, replies: Iterable[Report] = ()) -> str:
+    """The HTML page of a report; `replies` as `write_report` takes them."""
     stand = report["provenance"]
+    title = f"draftsmith: {stand['drafter']['family']} draft for {stand['target']['name']}"
+    return benchmark_page(title, _headline(report), [(stand["drafter"]["family"], report)], replies)
+
+
+def benchmark_page(
+    title: str,
+    summary: str,
+    entries: Sequence[tuple[str, Report]],
+    replies: Iterable[Report] = (),
+) -> str:
+    """One HTML page of several drafters' reports, (name, report) each.
+
+    With more than one entry, a reply says by `entry` which name it belongs to.
+    """
     return render_page(
-        report,
-        title=f"draftsmith: {stand['drafter']['family']} draft for {stand['target']['name']}",
-        summary=_headline(report),
-        banners=banners(report),
-        tables=summary_tables(report),
-        details=detail_tables(report),
+        title,
+        summary,
+        side_by_side(entries) if len(entries) > 1 else None,
+        [
+            Entry(
+                name,
+                _headline(report),
+                banners(report),
+                first_tables(report),
+                further_tables(report),
+                measured_table(report),
+            )
+            for name, report in entries
+        ],
+        page_data(entries, replies),
     )
 
 
@@ -219,11 +276,14 @@ def print_report(report: Report, console: Console) -> None:
     styles = {"good": "bold green", "warn": "bold yellow", "bad": "bold red"}
     for banner in banners(report):
         console.print(Text(banner.text, style=styles[banner.tone]))
-    for table in [*summary_tables(report), stages_table(report)]:
+    for table in [*first_tables(report), stages_table(report)]:
         if table.rows:
             print_table(table, console)
             if table.note:
                 console.print(Text(table.note, style="dim"))
+    advised = advice(report)
+    for sentence in sentences(advised) if advised else ():
+        console.print(Text(sentence), soft_wrap=True)
     for symbol, meaning in GLOSSARY:
         console.print(Text.assemble((symbol, "bold"), f": {meaning}"))
 

@@ -29,7 +29,7 @@ _CYCLE = 29
 _BISECTIONS = 40
 _PRODUCTS = {
     "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear",
-    "_mkl_linear", "_grouped_mm",
+    "_mkl_linear", "_linear_pointwise", "_grouped_mm",
 }  # fmt: skip
 
 

@@ -1,15 +1,12 @@
-"""What rounds cost on this machine, the speedup that follows, and the speedup that is measured.
+"""What rounds cost on this machine, and the speedup that follows.
 
-Costs are calibrated on training prompts, never on the timed ones. Timings are interleaved prompt by
-prompt in one process after a warm-up, so that a slow moment of the machine hits every loop.
+Costs are calibrated on training prompts, never on those whose speed is measured.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..data.cache import Branch
@@ -19,7 +16,6 @@ from ..data.warp import Law
 from ..drafters.base import Drafter
 from .decode import DecodeSettings, decode
 from .draft import Clock, now
-from .intervals import Interval, speedup_interval
 from .tree import TreeShape
 
 _REPEATS = 9
@@ -82,12 +78,15 @@ class TreeCost:
         return (1 + sum(reach)) * (1 + self.o_plain) / (self.draft + self.v + self.o)
 
 
-def measure_rows(target: Target, context: int, rows: Sequence[int]) -> dict[int, float]:
-    """Seconds of one target pass (head included) over n rows behind `context` tokens.
+def measure_rows(
+    target: Target, context: int, rows: Sequence[int], batch: int = 1
+) -> dict[int, float]:
+    """Seconds of one target pass (head included) over n rows of each of `batch` conversations,
+    behind `context` tokens.
 
     Medians over interleaved repeats.
     """
-    return _measure(target, context, dict.fromkeys(rows))
+    return _measure(target, context, dict.fromkeys(rows), batch)
 
 
 def measure_tree(target: Target, context: int, nodes: int) -> float:
@@ -101,16 +100,18 @@ def measure_tree(target: Target, context: int, nodes: int) -> float:
 
 
 @torch.inference_mode()
-def _measure(target: Target, context: int, passes: dict[int, Branch | None]) -> dict[int, float]:
+def _measure(
+    target: Target, context: int, passes: dict[int, Branch | None], batch: int = 1
+) -> dict[int, float]:
     """Median seconds of passes over n new tokens, as nodes of the tree given with n if any."""
-    cache = target.new_cache(1, context + max(passes))
-    ids = torch.arange(context, device=target.device)[None] % target.vocab_size
-    target.forward(ids, cache)
-    cache.advance([context])
+    cache = target.new_cache(batch, context + max(passes))
+    ids = torch.arange(context, device=target.device) % target.vocab_size
+    target.forward(ids.expand(batch, -1), cache)  # [B, context]
+    cache.advance([context] * batch)
     times: dict[int, list[float]] = {n: [] for n in passes}
     for repeat in range(_REPEATS + 1):
         for n, branch in passes.items():
-            block = torch.arange(n, device=target.device)[None]
+            block = torch.arange(n, device=target.device).expand(batch, -1)  # [B, n]
             start = now(target.device)
             target.logits(target.forward(block, cache, branch=branch).hidden)
             spent = now(target.device) - start
@@ -134,13 +135,16 @@ class Calibration:
     plain: Clock = field(default_factory=Clock)
     fast: Clock = field(default_factory=Clock)
 
-    def run(self, request: Request, counted: bool = True) -> None:
-        """Decode `request` under the law both ways; the first time is best not `counted`."""
+    def run(self, *requests: Request, counted: bool = True) -> None:
+        """Decode `requests` together under the law, both ways, while none of them has ended.
+
+        The first time is best not `counted`. A calibration is of one number of requests.
+        """
         clocks = (self.plain, self.fast) if counted else (Clock(), Clock())
-        asked = replace(request, law=self.law)
-        plainly = replace(self.settings, num_draft_tokens=0)
-        decode(self.target, [asked], plainly, clock=clocks[0])
-        decode(self.target, [asked], self.settings, self.drafter, clocks[1])
+        asked = [replace(request, law=self.law) for request in requests]
+        how = replace(self.settings, together=True)
+        decode(self.target, asked, replace(how, num_draft_tokens=0), clock=clocks[0])
+        decode(self.target, asked, how, self.drafter, clocks[1])
 
     def cost(self, rows: dict[int, float]) -> Cost:
         """Costs of chains. `rows` are `measure_rows`, back to back: how passes compare with each
@@ -212,78 +216,3 @@ def _calibrated(calibration: Calibration, requests: Sequence[Request]) -> Calibr
     for request in requests:
         calibration.run(request)
     return calibration
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Measured decode speed of one cell, prefill apart, for each draft length tried."""
-
-    prompts: int
-    plain_tokens_per_s: float
-    fast_tokens_per_s: dict[int, float]
-    speedup: dict[int, Interval]
-
-
-def time_cell(
-    target: Target,
-    drafter: Drafter,
-    requests: Sequence[Request],
-    settings: DecodeSettings,
-    further: Sequence[int] = (),
-) -> Timing:
-    """Time plain and speculative decoding of `requests` one by one, loops interleaved.
-
-    `further` draft lengths are timed beside that of `settings`.
-    """
-    lengths = (0, *dict.fromkeys((settings.num_draft_tokens, *further)))
-    seconds: dict[int, list[float]] = {g: [] for g in lengths}
-    produced: dict[int, list[float]] = {g: [] for g in lengths}
-    for number, request in enumerate(requests):
-        # Every other prompt runs the loops in the opposite order.
-        for gamma in lengths if number % 2 == 0 else reversed(lengths):
-            clock = Clock()
-            used = drafter if gamma else None
-            own = replace(settings, num_draft_tokens=gamma)
-            out = decode(target, [request], own, used, clock)[0]
-            seconds[gamma].append(clock.decode)
-            produced[gamma].append(len(out.ids) - 1.0)  # the first token comes from prefill
-    arrays = {g: (np.array(seconds[g]), np.array(produced[g])) for g in lengths}
-    speeds = {g: float(n.sum() / s.sum()) for g, (s, n) in arrays.items()}
-    return Timing(
-        prompts=len(requests),
-        plain_tokens_per_s=speeds[0],
-        fast_tokens_per_s={g: speeds[g] for g in lengths[1:]},
-        speedup={g: speedup_interval(*arrays[0], *arrays[g]) for g in lengths[1:]},
-    )
-
-
-def generate_ratio(target: Target, requests: Sequence[Request], tokens: int) -> Interval:
-    """Our plain loop's tokens/s over those of transformers' `generate`, prefill included in both.
-
-    Greedy, interleaved prompt by prompt, the first prompt untimed.
-    """
-    ours: list[float] = []
-    theirs: list[float] = []
-    counts: list[tuple[float, float]] = []
-    for number, request in enumerate([requests[0], *requests]):
-        greedy = Request(**{**request.__dict__, "law": Law(0.0)})
-        start = now(target.device)
-        mine = decode(target, [greedy], DecodeSettings(tokens, 0))[0]
-        middle = now(target.device)
-        ids = torch.tensor([request.ids], device=target.device)
-        model: Any = target.model
-        other = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=list(target.eos_ids) or None,
-            pad_token_id=next(iter(target.eos_ids), 0),
-        )
-        end = now(target.device)
-        if number:
-            ours.append(middle - start)
-            theirs.append(end - middle)
-            counts.append((float(len(mine.ids)), float(other.shape[1] - ids.shape[1])))
-    made = np.array(counts)
-    return speedup_interval(np.array(theirs), made[:, 1], np.array(ours), made[:, 0])

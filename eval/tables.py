@@ -9,6 +9,8 @@ from .page import Report, Table
 MISSING = "–"
 MIN_CONVERSATIONS = 8
 """Intervals from fewer are too narrow to say that two figures exclude each other."""
+TOGETHER = "(all, pooled)"
+"""The row of all domains' counts together."""
 
 
 def summary_tables(report: Report) -> list[Table]:
@@ -36,13 +38,13 @@ def detail_tables(report: Report) -> list[Table]:
 
 
 def _acceptance(report: Report) -> Table:
-    cells = report["cells"]
-    gamma = max((len(cell["acceptance_by_position"]) for cell in cells), default=0)
+    cells = _with_totals(report)
+    gamma = max(len(cell.get("acceptance_by_position") or []) for cell in cells)
     reduced = any(cell.get("captured_mass") is not None for cell in cells)
     ceiling = ("P(V_d)",) if reduced else ()
     rows = []
     for cell in cells:
-        survival = [place["survival"] for place in cell["acceptance_by_position"]]
+        survival = [place["survival"] for place in cell.get("acceptance_by_position") or []]
         survival += [None] * (gamma - len(survival))
         mass = (_number(cell.get("captured_mass"), 3),) if reduced else ()
         rows.append(
@@ -59,6 +61,8 @@ def _acceptance(report: Report) -> Table:
         notes.append("P(V_d): the target's mass on the reduced draft vocabulary, a ceiling for α.")
     if any(cell["prompts"] < MIN_CONVERSATIONS for cell in cells):
         notes.append(f"* fewer than {MIN_CONVERSATIONS} conversations: a narrow interval may lie.")
+    if len(cells) > len(report["cells"]):
+        notes.append(f"{TOGETHER}: all domains' counts as one, in which long replies weigh more.")
     return Table("Acceptance", headers, tuple(rows), 2, " ".join(notes))
 
 
@@ -66,18 +70,37 @@ def _conversations(count: int) -> str:
     return str(count) if count >= MIN_CONVERSATIONS else f"{count}*"
 
 
+def _with_totals(report: Report) -> list[Report]:
+    """The cells, and behind those of each law that several domains share their counts together."""
+    rows: list[Report] = list(report["cells"])
+    for total in report.get("totals") or []:
+        if sum(cell["law"] == total["law"] for cell in rows) > 1:
+            rows.append({"domain": TOGETHER, **total})
+    return rows
+
+
 def _rounds(report: Report) -> Table:
-    headers = ("domain", "law", "rounds", "τ decoded", "τ estimated", "accepted ÷ drafted")
+    counts = ("rounds", "undrafted", "drafted", "tested", "accepted")
+    figures = ("τ decoded", "τ estimated", "τ by reply", "accepted a round", "accepted ÷ drafted")
     rows = tuple(
         (
-            *(cell["domain"], cell["law"], str(cell["rounds"])),
+            *(cell["domain"], cell["law"]),
+            *(MISSING if cell.get(key) is None else str(cell[key]) for key in
+              ("rounds", "undrafted_rounds", "drafted", "tested", "accepted")),
             interval_text(cell["tokens_per_round"], 2),
             interval_text(cell.get("tokens_per_round_estimated"), 2),
+            interval_text(cell.get("tokens_per_round_by_reply"), 2),
+            _number(cell["mean_accepted"], 2),
             _number(cell["draft_acceptance_rate"], 3),
         )
-        for cell in report["cells"]
+        for cell in _with_totals(report)
+    )  # fmt: skip
+    note = (
+        "τ is pooled, tokens ÷ rounds of all replies together; by reply: the mean of each one's "
+        "own. tested: drafted tokens up to the first that was refused."
     )
-    return Table("Tokens per round", headers, rows, 2)
+    headers = ("domain", "law", *counts, *figures)
+    return Table("Tokens per round", headers, rows, 2, note)
 
 
 def _servings(report: Report) -> Table:
@@ -98,10 +121,12 @@ def _servings(report: Report) -> Table:
 
 def _speed(report: Report) -> Table:
     speeds = ("plain tok/s", "speculative tok/s", "speedup measured", "speedup predicted")
-    headers = ("domain", "law", "n", *speeds)
+    headers = ("domain", "law", "n", "prefill ms, plain", "speculative", *speeds)
     rows = tuple(
         (
             *(cell["domain"], cell["law"], str(speed.get("prompts", MISSING))),
+            _milliseconds(speed.get("plain_prefill_seconds")),
+            _milliseconds(speed.get("speculative_prefill_seconds")),
             _number(speed.get("plain_tokens_per_s"), 1),
             _number(speed.get("speculative_tokens_per_s"), 1),
             interval_text(speed.get("speedup"), 2),
@@ -111,7 +136,8 @@ def _speed(report: Report) -> Table:
         if speed
     )
     gamma = report["settings"]["num_draft_tokens"]
-    return Table("Speed", headers, rows, 2, f"Draft length γ = {gamma}, one row at a time.")
+    note = f"Draft length γ = {gamma}, one row at a time; prefill is not part of the speeds."
+    return Table("Speed", headers, rows, 2, note)
 
 
 def _costs(report: Report) -> Table:
@@ -127,7 +153,7 @@ def _costs(report: Report) -> Table:
             for law, values in (cost.get("by_law") or {}).items()
             for name in ("c_first", "c", "o", "o_plain")
         ),
-        ("plain ms per token", _number(None if plain is None else 1000 * plain, 1)),
+        ("plain ms per token", _milliseconds(plain)),
         ("plain loop ÷ transformers generate", interval_text(cost.get("generate_ratio"), 2)),
     )
     note = (
@@ -225,16 +251,19 @@ def _sweep(report: Report) -> Table:
     rows = []
     for line in report.get("sweep") or []:
         measured = {point["num_draft_tokens"]: point for point in line["measured"]}
-        estimated = zip(line["tokens_per_round_estimated"], line["predicted"], strict=True)
-        known = dict(zip(line["num_draft_tokens"], estimated, strict=True))
-        rows += [
-            (
-                *(line["domain"], line["law"], str(gamma)),
-                *(_number(figure, 2) for figure in known.get(gamma, (None, None))),
-                interval_text(measured.get(gamma), 2),
+        lengths = line["num_draft_tokens"]
+        predicted = line["predicted"] or [None] * len(lengths)
+        estimated = zip(line["tokens_per_round_estimated"], predicted, strict=True)
+        known = dict(zip(lengths, estimated, strict=True))
+        for gamma in sorted({*known, *measured}):
+            tau, speedup = known.get(gamma, (None, None))
+            rows.append(
+                (
+                    *(line["domain"], line["law"], str(gamma)),
+                    *(interval_text(tau, 2), _number(speedup, 2)),
+                    interval_text(measured.get(gamma), 2),
+                )
             )
-            for gamma in sorted({*known, *measured})
-        ]
     headers = ("domain", "law", "γ", "τ estimated", "speedup predicted", "speedup measured")
     return Table("Speedup by draft length", headers, tuple(rows), 2)
 
@@ -256,6 +285,10 @@ def _flat(mapping: Report, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _number(value: float | None, digits: int) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _number(None if seconds is None else 1000 * seconds, 1)
 
 
 def interval_text(estimate: Report | None, digits: int) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,22 +12,19 @@ from rich.console import Console
 from ..configs.errors import NotSent, Unfinished, UserError
 from ..configs.load import load_recipe
 from ..configs.recipe import Recipe
+from .arguments import arguments
 
 if TYPE_CHECKING:  # torch and transformers load when a command runs, not for --help
     from ..data.store import RecordStore
     from .pipeline import Run
 
-_VERIFY = """Decode every branch of chance on tiny models, test the random streams, plant faults,
-and compare greedy replies of the recipe's target with transformers' generate. Exits with 1 if
-anything fails."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 1 if what it checks failed, 2 for input that cannot be used,
     3 if a time limit came first, 4 if all is done but sending it, 130 if it was stopped."""
-    args = _arguments(argv)
+    args = arguments(argv)
     try:
-        return int(args.run(args) or 0)
+        return int(COMMANDS[args.command](args) or 0)
     except Unfinished as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 3
@@ -61,167 +58,6 @@ def _disk_is_full(error: Exception) -> bool:
     return number == errno.ENOSPC or f"(os error {errno.ENOSPC})" in str(error)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; argparse alone takes no override that stands behind an option."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
-    if wrong or (rest and "overrides" not in args):
-        parser.error(f"unrecognized arguments: {' '.join(wrong or rest)}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="draftsmith", description="Train and measure drafters for speculative decoding."
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    _add(commands, "demo", "collect, train, evaluate and publish on the embedded target", _demo)
-    look = commands.add_parser("inspect", help="what becomes of rows, and what is supervised")
-    look.add_argument("what", metavar="recipe|file", help="a recipe, or a file of rows")
-    look.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it")
-    look.add_argument("--show", type=int, default=3, metavar="N", help="rows to show in full")
-    look.set_defaults(run=_inspect)
-    sizes = _add(commands, "size", "what drafters cost here, and how good they must be", _size)
-    sizes.add_argument(
-        "--candidate",
-        action="append",
-        default=[],
-        metavar="family=NAME,OPTION=VALUE",
-        help="compare with this drafter instead of others of the family; may be repeated",
-    )
-    sizes.add_argument("--all", action="store_true", help="every family as it is by default, too")
-    sizes.add_argument(
-        "--most",
-        type=int,
-        default=8,
-        metavar="N",
-        help="longest draft that is thought of; default: %(default)s",
-    )
-    sizes.add_argument(
-        "--turns", type=int, default=5, metavar="N", help="measurements; default: %(default)s"
-    )
-    sizes.add_argument("--out", type=Path, metavar="FILE", help="write what is found as JSON")
-    gather = _add(commands, "collect", "let the target answer a recipe's prompts", _collect)
-    gather.add_argument(
-        "--deadline", type=_seconds, metavar="TIME", help="stop in time, such as 90s, 45m or 8h"
-    )
-    train = _add(commands, "train", "train a drafter on collected records", _train)
-    train.add_argument("--records", help="a record folder or URL; default: collect first")
-    train.add_argument(
-        "--dry-run", action="store_true", help="say what it takes and whether it can work, and stop"
-    )
-    measure = _add(commands, "eval", "measure a drafter on held-out prompts", _eval)
-    measure.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
-    measure.add_argument("--records", help="a record folder or URL; default: collect first")
-    measure.add_argument(
-        "--prompts",
-        action="append",
-        default=[],
-        metavar="[NAME=]SOURCE",
-        help="measure on these prompts instead of the recipe's domains; may be repeated",
-    )
-    measure.add_argument("--max-rows", type=int, help="at most this many prompts per source")
-    compare = _add(commands, "parity", "check that what was trained is what is served", _parity)
-    compare.add_argument("--drafter", type=Path, help="a drafter folder; default: train first")
-    compare.add_argument("--records", help="a record folder or URL; default: collect first")
-    compare.add_argument(
-        "--rows",
-        type=int,
-        default=20,
-        metavar="N",
-        help="replies of each law; default: %(default)s",
-    )
-    compare.add_argument("--out", type=Path, metavar="FILE", help="write what is found as JSON")
-    serve = _add(commands, "serve-check", "measure a drafter in a real engine", _serve_check)
-    _serve_options(serve)
-    for command in (train, measure, compare, serve):
-        command.add_argument(
-            "--accept-records", action="store_true", help="take records of another target, too"
-        )
-    publish = _add(commands, "publish", "write the folder engines load, with its card", _publish)
-    publish.add_argument("--drafter", type=Path, required=True, help="a drafter folder")
-    publish.add_argument("--report", type=Path, required=True, help="its evaluation's folder")
-    publish.add_argument(
-        "--to", nargs=2, metavar=("hub", "OWNER/NAME"), help="send it there once it is written"
-    )
-    push = commands.add_parser("push", help="send a published folder, or records, to the Hub")
-    push.add_argument("folder", type=Path, help="as `publish` or `collect` wrote it")
-    push.add_argument("name", metavar="OWNER/NAME", help="the repository, made if there is none")
-    push.set_defaults(run=_push)
-    for command in (publish, push):
-        command.add_argument("--revision", metavar="BRANCH", help="a branch, made if there is none")
-        command.add_argument(
-            "--public", action="store_true", help="open to all; without it, private"
-        )
-    verify = commands.add_parser(
-        "verify", help="prove that decoding is lossless", description=_VERIFY
-    )
-    verify.add_argument("recipe", nargs="?", default="demo", help="its target is decoded, too")
-    verify.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it")
-    verify.add_argument("--drafter", type=Path, help="a drafter folder; default: an untrained one")
-    verify.add_argument(
-        "--prompts-per-domain", type=int, default=2, metavar="N", help="default: %(default)s"
-    )
-    verify.add_argument(
-        "--all",
-        action="store_true",
-        help="every combination of options on the tiny models: about 20 minutes",
-    )
-    verify.add_argument("--out", type=Path, metavar="FILE", help="write the verdict as JSON")
-    verify.set_defaults(run=_verify)
-    doctor = commands.add_parser("doctor", help="versions, devices, and what would not work")
-    doctor.set_defaults(run=_doctor)
-    return parser
-
-
-def _serve_options(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--engine", choices=("vllm", "sglang", "llama.cpp"), required=True)
-    serve.add_argument("--drafter", type=Path, required=True, help="the folder to serve")
-    serve.add_argument("--records", help="a record folder or URL; default: collect first")
-    serve.add_argument("--report", type=Path, help="its evaluation's folder; default: evaluate")
-    serve.add_argument("--python", help="of the engine's environment; default: see the README")
-    serve.add_argument(
-        "--drafts",
-        choices=("greedy", "sampled"),
-        default="greedy",
-        help="the most probable tokens, or drawn ones (vLLM); default: %(default)s",
-    )
-    serve.add_argument(
-        "--prompts", type=int, default=8, metavar="N", help="of each domain; default: %(default)s"
-    )
-    serve.add_argument(
-        "--concurrency",
-        type=int,
-        nargs="*",
-        default=[1, 4],
-        metavar="N",
-        help="requests at a time, or none to measure no speed; default: 1 4",
-    )
-    serve.add_argument(
-        "--limit",
-        type=_seconds,
-        default=3600.0,
-        metavar="TIME",
-        help="ends each server after so long; default: 1h",
-    )
-
-
-def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str,
-         run: object) -> argparse.ArgumentParser:  # fmt: skip
-    command = commands.add_parser(name, help=what, description=what)
-    if name != "demo":
-        command.add_argument("recipe", help="a YAML recipe, or the name of a shipped one")
-    command.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the recipe"
-    )
-    command.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
-    command.set_defaults(run=run)
-    return command
-
-
 def _recipe(args: argparse.Namespace) -> Recipe:
     from .pipeline import check_recipe
 
@@ -240,7 +76,9 @@ def _store(args: argparse.Namespace, run: "Run", drafter: Path | None = None) ->
     """The records named on the command line, or the recipe's own."""
     from ..data.store import RecordStore
 
-    return run.collect(drafter) if args.records is None else RecordStore.open(args.records)
+    if args.records is not None:
+        return RecordStore.open(args.records)
+    return run.collect() if drafter is None else run.collect(drafter)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -255,18 +93,6 @@ def _demo(args: argparse.Namespace) -> None:
     for entry in run.stages():
         run.console.print(f"{entry['stage']:<10} {entry['seconds']:7.1f} s")
     run.console.print(f"report: {report / 'report.html'}")
-
-
-def _seconds(text: str) -> float:
-    """A span of time in seconds, minutes or hours."""
-    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
-    try:
-        value = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no span of time such as 90s, 45m or 8h")
-    return value
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -321,6 +147,32 @@ def _eval(args: argparse.Namespace) -> None:
     run.console.print(f"report: {report / 'report.html'}")
 
 
+def _bench(args: argparse.Namespace) -> None:
+    from ..configs.load import load_benchmark
+    from .benchmark import bench
+
+    spec = load_benchmark(args.spec, args.overrides)
+    bench(spec, args.runs, Console(markup=False), args.out)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from .compare import compare_folders
+
+    compare_folders(args.folders, args.out, Console(markup=False))
+
+
+def _drift(args: argparse.Namespace) -> None:
+    from .drift import measure_drift
+    from .pipeline import with_prompts
+
+    recipe = _recipe(args)
+    was = [change for change in args.overrides if not change.startswith("target")]
+    before = load_recipe(args.recipe, was)
+    if args.prompts:
+        recipe = with_prompts(recipe, args.prompts, args.max_rows)
+    measure_drift(_run(recipe, args.runs), before, args.drafter, args.report, args.out)
+
+
 def _parity(args: argparse.Namespace) -> int:
     from .parity import check_parity
 
@@ -343,12 +195,36 @@ def _serve_check(args: argparse.Namespace) -> int:
     run = _run(_recipe(args), args.runs)
     run.accept = args.accept_records
     store = _store(args, run, args.drafter)
-    report = args.report or run.evaluate(store, args.drafter)
     asked = Asked(
         args.engine, args.python, args.drafts == "sampled", args.prompts,
         tuple(sorted(set(args.concurrency))), args.limit,
     )  # fmt: skip
-    return int(not check_engine(run, store, args.drafter, report, asked))
+    return int(not check_engine(run, store, args.drafter, args.report, asked))
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    from .simulate import Asked, bytes_of, simulate
+
+    memory = None if args.memory is None else bytes_of(args.memory)
+    tokens = None if args.tokens is None else (args.tokens[0], args.tokens[1])
+    asked = Asked(
+        tuple(args.rate), args.batch, memory, tuple(args.domain), tuple(args.law), tokens,
+        args.draft, args.costs, tuple(args.set), args.requests, args.seed,
+    )  # fmt: skip
+    simulate(args.folder, asked, args.out, Console(markup=False))
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from ..data.store import RecordStore
+    from .preflight import Asked, check_folder
+
+    if args.rows < 1:
+        raise UserError(f"--rows is {args.rows}, must be 1 or more")
+    run = _run(_recipe(args), args.runs)
+    run.accept = args.accept_records
+    store = None if args.records is None else RecordStore.open(args.records)
+    asked = Asked(args.folder, args.engine, args.drafter, args.rows, args.out)
+    return int(not check_folder(run, store, asked))
 
 
 def _publish(args: argparse.Namespace) -> None:
@@ -378,3 +254,25 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor import diagnose
 
     return diagnose(Console())
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "demo": _demo,
+    "inspect": _inspect,
+    "size": _size,
+    "collect": _collect,
+    "train": _train,
+    "eval": _eval,
+    "compare": _compare,
+    "drift": _drift,
+    "bench": _bench,
+    "parity": _parity,
+    "serve-check": _serve_check,
+    "simulate": _simulate,
+    "preflight": _preflight,
+    "publish": _publish,
+    "push": _push,
+    "verify": _verify,
+    "doctor": _doctor,
+}
+"""What runs each command of the command line."""

@@ -15,7 +15,6 @@ from ..data.files import cache_folder
 _NEEDED = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "gguf")
 _OPTIONAL = {
     "wandb": "train.wandb",
-    "matplotlib": "plots in report.html (pip install 'draftsmith[report]')",
     "deepspeed": "DeepSpeed training (pip install 'draftsmith[deepspeed]')",
 }
 _MIN_FREE = 3 << 30

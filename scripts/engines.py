@@ -1,11 +1,12 @@
 """`draftsmith serve-check`: a drafter in a real engine, beside what was expected of it there."""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..configs.errors import UserError
+from ..data.records import Record
 from ..data.store import RecordStore
 from ..data.target import target_info
 from ..data.warp import Law
@@ -15,7 +16,7 @@ from ..drafters.batch import records_with_states
 from ..drafters.layouts import layout_of
 from ..eval.cells import Cell, cells_of
 from ..eval.engines.engine import Engine, Serving, method_of, python_of
-from ..eval.engines.expected import Rounds, foretold, log_probs
+from ..eval.engines.expected import Rounds, Rows, foretold, log_probs
 from ..eval.engines.measure import Plan, measure
 from ..eval.engines.registry import ENGINES, WHOLE
 from ..eval.report import read_report, write_report
@@ -41,43 +42,61 @@ class Asked:
     limit: float
 
 
-def check_engine(run: Run, store: RecordStore, folder: Path, report: Path, asked: Asked) -> bool:
+def check_engine(
+    run: Run, store: RecordStore, folder: Path, report: Path | None, asked: Asked
+) -> bool:
     """Measure the drafter in `folder`; whether all is as expected.
 
-    The result goes into the report in the folder `report`, in place of one of the same engine
-    drafting in the same way.
+    The result goes into the report in the folder `report`, by default that of its evaluation, in
+    place of one of the same engine drafting in the same way.
     """
     known = ENGINES[asked.engine]
     python = python_of(known.variable, known.module, asked.python)
-    drafter, layout = run.drafter(folder), layout_of(folder, about(folder))
-    limit, gamma = int(store.settings["max_new_tokens"]), run.recipe.serving.num_draft_tokens
-    check_served(known.engine, drafter, layout, gamma, asked.sampled)
-    target, cells = target_info(run.recipe.target), _cells(run, store, drafter, asked.prompts)
-    expected = [_expected(run, drafter, c, limit, known.engine, asked.sampled) for c in cells]
-    longest = max(r.prompt_len for c in cells for r in c.records) + limit
-    plan = Plan(cells, limit, asked.concurrencies, run.recipe.eval.bootstrap)
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as work:
-        serving = Serving(
-            target=target.place,
-            drafter=folder.resolve(),
-            layout=layout,
-            num_draft_tokens=gamma,
-            sampled=asked.sampled,
-            dtype=str(run.target.dtype).removeprefix("torch."),
-            cpu=run.target.device.type == "cpu",
-            context=longest + 2 * gamma + 8,
-            rows=max(asked.concurrencies, default=1),
-            work=Path(work),
-            limit=asked.limit,
-            python=python,
-        )
-        judge = partial(log_probs, run.target)
-        found = measure(known.engine, serving, target, plan, expected, judge, run.console.print)
-    _add(report, found)
+        serving, plan, expected = _planned(run, store, folder, asked, python, Path(work))
+        place = report or run.evaluate(store, folder)
+        read_report(place)  # one that cannot be read shows before anything is measured
+        run.release()
+
+        def judge(records: Sequence[Record]) -> Rows:
+            return log_probs(run.target, records)
+
+        info = target_info(run.recipe.target)
+        found = measure(known.engine, serving, info, plan, expected, judge, run.console.print)
+    _add(place, found)
     for cell in found["cells"]:
         for deviation in cell["deviations"]:
             run.console.print(f"{cell['domain']} {cell['law']}: {deviation}", soft_wrap=True)
     return not any(cell["deviations"] for cell in found["cells"])
+
+
+def _planned(
+    run: Run, store: RecordStore, folder: Path, asked: Asked, python: str, work: Path
+) -> tuple[Serving, Plan, list[Rounds]]:
+    """What is served, what it is asked, and what should be counted of each cell."""
+    engine = ENGINES[asked.engine].engine
+    drafter, layout = run.drafter(folder), layout_of(folder, about(folder))
+    limit, gamma = int(store.settings["max_new_tokens"]), run.recipe.serving.num_draft_tokens
+    check_served(engine, drafter, layout, gamma, asked.sampled)
+    cells = _cells(run, store, drafter, asked.prompts)
+    expected = [_expected(run, drafter, c, limit, engine, asked.sampled) for c in cells]
+    longest = max(r.prompt_len for c in cells for r in c.records) + limit
+    serving = Serving(
+        target=target_info(run.recipe.target).place,
+        drafter=folder.resolve(),
+        layout=layout,
+        reduced=drafter.draft_ids is not None,
+        num_draft_tokens=gamma,
+        sampled=asked.sampled,
+        dtype=str(run.target.dtype).removeprefix("torch."),
+        cpu=run.target.device.type == "cpu",
+        context=longest + 2 * gamma + 8,
+        rows=max(asked.concurrencies, default=1),
+        work=work,
+        limit=asked.limit,
+        python=python,
+    )
+    return serving, Plan(cells, limit, asked.concurrencies, run.recipe.eval.bootstrap), expected
 
 
 def check_served(

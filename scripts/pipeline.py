@@ -4,11 +4,13 @@ Every folder's name carries a hash of all it depends on: a changed recipe never 
 an unchanged one finds its finished stages again.
 """
 
+import gc
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..configs.collection import DomainSection
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe
+from ..data.benchmarks import benchmark_of
 from ..data.collection import collect, collect_settings
 from ..data.devices import pick_device
 from ..data.files import write_json
@@ -34,11 +37,14 @@ from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_
 from ..drafters.registry import FamilyConfig, UntrainedConfig, family_config, untrained_drafter
 from ..drafters.start import resolved_taps
 from ..eval.evaluate import evaluate
-from ..eval.report import read_report, write_report
+from ..eval.report import FORMAT, read_report, write_report
+from ..eval.request_rows import write_requests
 from ..eval.serving import check_length, check_serving
+from ..eval.tracked import log_report
 from ..train.loop import train, train_settings
 from ..train.objective import bind_objective, training_law
 from ..train.step import check_unroll
+from ..train.tracking import tell_wandb
 from .publish import publish
 from .samples import sampler
 
@@ -100,11 +106,12 @@ class Run:
         """The target if it is loaded, else what is known without its weights."""
         return self._target or target_info(self.recipe.target)
 
-    def taps(self, drafter_folder: Path | None = None) -> tuple[int, ...]:
-        """The target layers this run's drafter (or a saved one) reads."""
-        if drafter_folder is not None:
-            return self._load(drafter_folder).taps
-        return resolved_taps(self._config, self.target.num_layers)
+    def taps(self, *drafters: Path) -> tuple[int, ...]:
+        """The target layers that the drafters in these folders read, or this run's own."""
+        read = [self._load(folder).taps for folder in drafters]
+        if not read:
+            return resolved_taps(self._config, self.target.num_layers)
+        return read[0] if len(read) == 1 else tuple(sorted({tap for taps in read for tap in taps}))
 
     @property
     def _config(self) -> FamilyConfig:
@@ -121,7 +128,9 @@ class Run:
 
     # ---- stages
 
-    def collect(self, drafter_folder: Path | None = None) -> RecordStore:
+    def collect(self, *drafters: Path) -> RecordStore:
+        """The target's replies, with the states that the drafters in these folders read, or else
+        those that the recipe's own does."""
         # First, so that each process of several loads the target onto its own device.
         processes = start_processes(pick_device(self.recipe.target.device))
         with self._stage("collect"):
@@ -129,7 +138,7 @@ class Run:
                 prepared = self.prepared  # before the target is loaded: faults of data show early
             if self.recipe.collect.server is None:
                 target: Target | TargetInfo = self.target
-                taps = self.taps(drafter_folder)
+                taps = self.taps(*drafters)
             else:
                 target, taps = target_info(self.recipe.target), ()
             settings = collect_settings(self.recipe, target, taps)
@@ -154,24 +163,35 @@ class Run:
             self._target = None  # loaded again by whoever asks for it next
         return target
 
+    def release(self) -> None:
+        """Leave an accelerator to another process; whoever asks for the target loads it again."""
+        if self._target is not None and self._target.device.type != "cpu":
+            self._target = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
-        """The folder with `report.json` and `report.html`."""
+        """The folder of its report, requests and manifest; a finished one is never changed."""
         depends = {
             "eval": to_dict(self.recipe.eval),
             "serving": to_dict(self.recipe.serving),
             "records": store.identity,
             "drafter": weights_hash(drafter_folder),
+            "format": FORMAT,
         }
         folder = self.root / f"eval-{settings_hash(depends)}"
         if not (folder / "report.json").exists():
             with self._stage("eval"):
                 drafter = self.drafter(drafter_folder)
-                report = evaluate(
+                write_json(folder / "manifest.json", {**depends, "recipe": to_dict(self.recipe)})
+                found = evaluate(
                     self.recipe, self.target, drafter, drafter_folder, store, folder, self.console,
                     self.accept,
                 )  # fmt: skip
-            report["stages"] = self.stages()
-            write_report(report, folder)
+            found.report["stages"] = self.stages()
+            write_requests(folder, found.requests)
+            write_report(found.report, folder, found.replies)
+            tell_wandb(self.recipe, folder, partial(log_report, found.report), self.console)
         return folder
 
     def publish(self, drafter_folder: Path, report_folder: Path) -> Path:
@@ -234,7 +254,8 @@ def with_prompts(recipe: Recipe, sources: list[str], max_rows: int | None) -> Re
     domains = []
     for entry in sources:
         name, _, source = entry.rpartition("=")
-        label = name or Path(source).stem
+        known = benchmark_of(source)
+        label = name or (known[0] if known else Path(source).stem)
         domains.append(DomainSection(label, source, holdout=1.0, max_rows=max_rows))
     changed = replace(recipe, domains=tuple(domains))
     return replace(changed, name=f"{recipe.name}-{recipe_hash(changed)[:6]}")

@@ -15,6 +15,7 @@ from ..data.files import whole_folder
 from ..data.target import Target
 from ..drafters.about import OWN, About
 from ..drafters.base import Drafter
+from ..drafters.card_commands import SERVING
 from ..drafters.card_notes import engine_note
 from ..drafters.checkpoint import load_drafter, read_own, save_drafter, weights_hash
 from ..drafters.checksums import CARD, write_checksums
@@ -26,8 +27,10 @@ from ..drafters.layouts import LAYOUTS
 from ..drafters.public import public_values
 from ..drafters.push import check_name
 from ..eval.engines.registry import WHOLE
+from ..eval.preflight.compare import logits_apart
+from ..eval.preflight.preflight import check_served, unread
+from ..eval.preflight.rules import ENGINES
 
-_PROBE_ROWS = 16
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}
 
 
@@ -44,12 +47,13 @@ def publish(
 
     No path of this machine is in it, and its SHA256SUMS lists all files but the card. Raises
     `UserError` for a drafter that no engine can read, a report of another drafter or of rounds that
-    engines would not draft so, or a folder whose logits differ from the trained drafter's when
-    loaded back.
+    engines would not draft so, a folder whose logits differ from the trained drafter's when loaded
+    back, or one that an engine would serve otherwise than it was trained.
     """
     own = read_own(drafter_folder)
     drafter = load_drafter(drafter_folder, target)
     _check(drafter, drafter_folder, report)
+    without = _without(drafter, drafter_folder, target)
     known, gamma = target.provenance, report["settings"]["num_draft_tokens"]
     base = section.base_model or known["base_model"] or known["name"]
     if section.speculators:
@@ -61,14 +65,19 @@ def publish(
         split_weights(written, section.max_shard_size)
         _without_paths(written / OWN)
         note = engine_note(drafter)
-        card = model_card(report, own["layout"], base, section.licence, recipe=recipe, note=note)
+        about: dict[str, Any] = {"recipe": recipe, "note": note, "without": without}
+        card = model_card(
+            report, own["layout"], base, section.licence, **about, speculators=section.speculators
+        )
         (written / CARD).write_text(card, encoding="utf-8")
         trained = load_drafter(drafter_folder, target)
         if section.speculators:
             again = _write_speculators(drafter, written / FOLDER, section, target, base, gamma)
             _compare(trained, again, section.dtype, target)
+            check_served(written / FOLDER, target, trained)
         write_checksums(written)
         _compare(trained, load_drafter(written, target), section.dtype, target)
+        check_served(written, target, trained)
         for path in written.iterdir():
             shutil.move(path, part / path.name)
         written.rmdir()
@@ -92,6 +101,19 @@ def _check(drafter: Drafter, folder: Path, report: dict[str, Any]) -> None:
             f"'{drafter.family}' see as many places as they draft: set serving.num_draft_tokens to "
             f"{most}, which it was trained for, and evaluate it"
         )
+
+
+def _without(drafter: Drafter, folder: Path, target: Target) -> dict[str, str]:
+    """What engines do not read of the drafter, by their names.
+
+    Raises `UserError` if that leaves none of those that a card names.
+    """
+    layout = drafter.layout or ""
+    found, named = unread(layout, drafter, target), SERVING[layout].engines
+    if named and not set(named) - found.keys():
+        told = "; ".join(f"{ENGINES[engine]} does not read {found[engine]}" for engine in named)
+        raise UserError(f"{folder} would be served by no engine as it was trained: {told}")
+    return {ENGINES[engine]: what for engine, what in found.items()}
 
 
 def _check_speculators(layout: str, base: str) -> None:
@@ -127,24 +149,8 @@ def _without_paths(path: Path) -> None:
     path.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
-@torch.inference_mode()
 def _compare(trained: Any, written: Any, dtype: str, target: Target) -> None:
     """Compare draft logits on noise that passes through every weight."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (1, _PROBE_ROWS), generator=generator)
-    results = []
-    for drafter in (trained, written):
-        drafter.float()
-        width = len(drafter.taps) * target.hidden_size
-        taps = torch.randn(1, _PROBE_ROWS, width, generator=torch.Generator().manual_seed(1))
-        state = drafter.start(1, 2 * _PROBE_ROWS)
-        device = next(drafter.parameters()).device
-        drafter.prefill(state, ids.to(device), [_PROBE_ROWS], taps.to(device))
-        drafter.commit(state, ids[:, -1:].to(device), [1], taps[:, -1:].to(device))
-        said = [drafter.first(state)]  # [1, V_d]
-        for k in range(1, drafter.max_draft_tokens or 2):  # each step may have its own weights
-            said.append(drafter.extend(state, ids[:, k : k + 1].to(device))[:, 0])
-        results.append(torch.cat(said))
-    worst = (results[0] - results[1]).abs().max().item() / results[0].abs().max().item()
+    worst = logits_apart(trained.float(), written.float(), target)
     if not worst <= _TOLERANCE[dtype]:
         raise UserError(f"the published folder loads back with other logits (off by {worst:.2g})")

@@ -1,6 +1,6 @@
 """Measuring the drafters of a study: what steps cost, what is accepted, how fast decoding is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from draftsmith.configs.recipe import ServingSection
 from draftsmith.data.gather import Request, request_of
+from draftsmith.data.linear import FewRowsLinear
 from draftsmith.data.records import held_out
 from draftsmith.data.shards import RowInfo
 from draftsmith.data.target import Target
@@ -101,21 +102,24 @@ def weights_read(target: Target, drafter: Drafter, request: Request) -> tuple[in
     modules = [m for m in (drafter, target.model) if isinstance(m, nn.Module)]
     rows, _ = drafter.head_rows()  # which may be gathered ones, and no parameter
     weights = [*(p for m in modules for p in m.parameters()), rows]
+    layers = [part for m in modules for part in m.modules() if isinstance(part, FewRowsLinear)]
+    packed = {id(t): x.weight for x in layers for t in x.packed.values() if t is not None}
     with Products() as first:
         drafter.first(state)
     with Products() as later:
         drafter.extend(state, last, None)
-    return _read(first, weights), _read(later, weights)
+    return _read(first, weights, packed), _read(later, weights, packed)
 
 
-def _read(products: Products, weights: Sequence[Tensor]) -> int:
-    """How many of the weights' numbers are multiplied by."""
+def _read(products: Products, weights: Sequence[Tensor], packed: Mapping[int, Tensor]) -> int:
+    """How many of the weights' numbers are multiplied by; `packed` are copies of some, by `id`."""
     known = {w.untyped_storage().data_ptr() for w in weights}
     read: dict[tuple[int, int], int] = {}
     for _, args, options in products.calls:
         for leaf in tree_leaves((args, options)):
-            if _is_matrix(leaf) and leaf.untyped_storage().data_ptr() in known:
-                read[leaf.data_ptr(), leaf.numel()] = leaf.numel()
+            weight = packed.get(id(leaf), leaf)
+            if _is_matrix(weight) and weight.untyped_storage().data_ptr() in known:
+                read[weight.data_ptr(), weight.numel()] = weight.numel()
     return sum(read.values())
 
 

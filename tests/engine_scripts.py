@@ -40,9 +40,9 @@ def plan(cells: Sequence[Cell], concurrencies: tuple[int, ...] = (1,)) -> Plan:
 
 def serving(folder: Path, layout: str, limit: float = 60.0) -> Serving:
     return Serving(
-        target="some/target", drafter=folder, layout=layout, num_draft_tokens=GAMMA, sampled=False,
-        dtype="float32", cpu=True, context=64, rows=2, work=folder, limit=limit,
-        python=sys.executable,
+        target="some/target", drafter=folder, layout=layout, reduced=True,
+        num_draft_tokens=GAMMA, sampled=False, dtype="float32", cpu=True, context=64, rows=2,
+        work=folder, limit=limit, python=sys.executable,
     )  # fmt: skip
 
 

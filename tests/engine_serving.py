@@ -1,7 +1,4 @@
-"""Drafters of the embedded target, trained here, and what engines should count with them.
-
-Needs the package index once, for the target's wheel.
-"""
+"""Drafters of the embedded target, trained here, and what engines should count with them."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +14,7 @@ from draftsmith.configs.recipe import LawSection, ServingSection, TargetSection
 from draftsmith.data.collection import collect
 from draftsmith.data.gather import GatherSettings, answer, request_of
 from draftsmith.data.records import Record
-from draftsmith.data.target import Target, load_target, target_info
+from draftsmith.data.target import Target, target_info
 from draftsmith.data.warp import Law
 from draftsmith.data.work import Work
 from draftsmith.drafters.about import about
@@ -75,11 +72,10 @@ class Trained:
         return counted(self.target, self.drafter, requests, TOKENS, GAMMA)
 
 
-def train_drafter(family: str, folder: Path) -> Trained:
+def train_drafter(family: str, target: Target, folder: Path) -> Trained:
     recipe, quiet = load_recipe("demo", [*CHANGES, *DRAFTERS[family]]), Console(quiet=True)
     serving = ServingSection((LawSection(0.0), LawSection(1.0)), num_draft_tokens=GAMMA)
     recipe = replace(recipe, domains=recipe.domains[:1], serving=serving)
-    target = load_target(recipe.target, few_rows=False)
     taps = Run(recipe, folder, quiet, _target=target).taps()
     prepared = prepare_recipe(recipe, target, quiet)
     store = collect(Work(recipe, target, taps, prepared, folder / "records", quiet))
@@ -108,9 +104,9 @@ def serve(
     layout = layout_of(made.folder, about(made.folder))
     target = target_info(TargetSection(device="cpu"))
     serving = Serving(
-        target=target.place, drafter=made.folder, layout=layout, num_draft_tokens=GAMMA,
-        sampled=sampled, dtype="float32", cpu=True, context=512, rows=2, work=work, limit=1200.0,
-        python=python,
+        target=target.place, drafter=made.folder, layout=layout,
+        reduced=made.drafter.draft_ids is not None, num_draft_tokens=GAMMA, sampled=sampled,
+        dtype="float32", cpu=True, context=512, rows=2, work=work, limit=1200.0, python=python,
     )  # fmt: skip
     found = measure(engine, serving, target, Plan(cells, TOKENS, (), 200), expected, judge, print)
     return dict(zip(laws, found["cells"], strict=True))

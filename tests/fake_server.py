@@ -33,7 +33,8 @@ class FakeServer:
     faults: one for each coming completion, then none any more. script: prompt ids to (reply ids,
     finish), instead of the target's reply. own_ends: where the target's reply ends instead of at
     the asked tokens. texts: replies are told as text alone. of_law: log-probabilities are told at
-    the sampled temperature. delay: seconds each completion takes at least.
+    the sampled temperature. delay: seconds each completion takes at least. hold: completions wait
+    until it is true, or for half a minute.
     """
 
     target: Target
@@ -48,6 +49,7 @@ class FakeServer:
     """Added to every token that /tokenize tells."""
     models: tuple[str, ...] = ("tiny",)
     delay: float = 0.0
+    hold: Callable[[], bool] = lambda: True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of all completions, failed ones too."""
     in_flight: int = 0
@@ -207,6 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
             fault = fake.faults.pop(0) if fake.faults else None
         try:
             time.sleep(fake.delay)
+            until = time.monotonic() + 30
+            while not fake.hold() and time.monotonic() < until and not fake.stopped.is_set():
+                time.sleep(0.005)
             self._answer(body, fault)
         finally:
             with fake._lock:

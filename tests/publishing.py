@@ -25,10 +25,10 @@ def save(family: str, target: Target, folder: Path, reduced: bool = False) -> Pa
     torch.manual_seed(2)
     ids = torch.arange(0, target.vocab_size, 2)
     if family == "eagle3":
-        config = Eagle3Config(draft_vocab_size=len(ids), init="random")
+        config = Eagle3Config((0, 1, 2), len(ids), init="random")
         drafter: Any = Eagle3Drafter.from_target(target, config, ids)
     elif family == "medusa":
-        drafter = MedusaDrafter.from_target(target, MedusaConfig(), ids)
+        drafter = MedusaDrafter.from_target(target, MedusaConfig(), ids if reduced else None)
     elif family == "mlp":
         drafter = MLPDrafter.from_target(target, MLPConfig(), ids if reduced else None)
     else:

@@ -11,7 +11,7 @@ from draftsmith.configs.recipe import LawSection, Recipe
 from draftsmith.data.store import RecordStore
 from draftsmith.data.target import Target
 from draftsmith.drafters.base import Drafter
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.evaluate import Measured, evaluate
 
 LIMIT = 14
 GAMMA = 2
@@ -32,6 +32,10 @@ class World:
         self, folder: Path, serving: dict[str, Any] | None = None, **options: Any
     ) -> dict[str, Any]:
         """The report, with changes to the recipe's serving and, by name, to its eval section."""
+        return self.run(folder, serving, **options).report
+
+    def run(self, folder: Path, serving: dict[str, Any] | None = None, **options: Any) -> Measured:
+        """The report with all that stands beside it."""
         served = replace(self.recipe.serving, **(serving or {}))
         measured = replace(self.recipe.eval, **options)
         recipe = replace(self.recipe, eval=measured, serving=served)

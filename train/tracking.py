@@ -76,6 +76,22 @@ def start_tracking(
                 accelerator.trackers.append(_Guarded(name, tracker, put, console))
 
 
+def tell_wandb(recipe: Recipe, folder: Path, log: Callable[[Any], None], console: Console) -> None:
+    """Open a W&B run of an evaluation as the recipe says, let `log` fill it, and end it.
+
+    The report in `folder` is complete without it: whatever fails costs one sentence.
+    """
+    if recipe.train.wandb == "off":
+        return
+    try:
+        tracker = _wandb(recipe, folder, new_run_id(recipe), to_dict(recipe), console)
+        if tracker is not None:
+            log(tracker.run)
+            tracker.finish()
+    except Exception as error:
+        console.print(_lost("W&B", error, "report.json"), style="yellow", markup=False)
+
+
 def _versions(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "draftsmith": __version__,
@@ -102,10 +118,10 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _lost(name: str, error: Exception) -> str:
+def _lost(name: str, error: Exception, kept: str = "metrics.jsonl") -> str:
     if isinstance(error, ImportError):
-        return f"{name} is off, its package is not installed; metrics.jsonl is complete without it"
-    return f"{name} is off ({_reason(error)}); metrics.jsonl is complete without it"
+        return f"{name} is off, its package is not installed; {kept} is complete without it"
+    return f"{name} is off ({_reason(error)}); {kept} is complete without it"
 
 
 def _reason(error: Exception) -> str:

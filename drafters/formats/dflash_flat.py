@@ -30,13 +30,18 @@ from ..dflash import DFlashDrafter
 from ..dflash_begin import target_words
 from .config import (
     architectures,
+    built,
+    check_attention,
     config_of,
     factor,
     is_whole,
+    kinds_of_layers,
     number,
     numbers,
     old_rope,
     read_config,
+    rope_of,
+    table,
 )
 from .fits import check_head, check_ids, check_shared, check_taps, check_width
 from .tensors import check_tensors, fill, read_tensors, weights_file, write_tensors
@@ -131,6 +136,9 @@ def shape_of(
     path = folder / "config.json"
     weights_file(folder)
     told = _told(raw, path)
+    for name in _SIZES:
+        number(raw, name, path)
+    check_attention(raw, path)
     _check_kind(raw, told, path)
     found = taps_of(raw, folder, target.num_layers)
     check_width(folder, raw.get("hidden_size"), target)
@@ -153,7 +161,8 @@ def shape_of(
     reduced = number(raw, "draft_vocab_size", path, rows, rows)
     if ids is None and reduced < rows:
         ids = torch.arange(reduced, device="cpu")
-    return DFlashDrafter(_layer_config(raw, told, path), found, size, mask, ids, target)
+    config = _layer_config(raw, told, path)
+    return built(path, lambda: DFlashDrafter(config, found, size, mask, ids, target))
 
 
 def read_of(raw: Mapping[str, Any], folder: Path, target: Target) -> DFlashDrafter:
@@ -232,16 +241,14 @@ def engine_config(drafter: DFlashDrafter, dtype: torch.dtype) -> dict[str, Any]:
 
 def _told(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What the config says, in `dflash_config` or else at top level."""
-    nested = raw.get("dflash_config") or {}
-    if not isinstance(nested, Mapping):
-        raise UserError(f"{path}: 'dflash_config' is {nested}, must be a table of names and values")
+    nested = table(raw, "dflash_config", path)
     return {**raw, **{name: value for name, value in nested.items() if value is not None}}
 
 
 def _check_kind(raw: Mapping[str, Any], told: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` for a drafter that is built otherwise, naming how."""
     faults = [f"architecture {name}" for name in architectures(raw) if name != ARCHITECTURE]
-    nested = raw.get("dflash_config") or {}
+    nested = table(raw, "dflash_config", path)
     faults += [f"dflash_config.{n}" for n in nested if n not in _KNOWN and nested[n] is not None]
     faults += [
         f"{name} {value}"
@@ -249,8 +256,8 @@ def _check_kind(raw: Mapping[str, Any], told: Mapping[str, Any], path: Path) -> 
         if (value := told.get(name)) not in (None, neutral)
     ]
     windows = {name: raw[name] for name in _WINDOWS if raw.get(name) is not None}
-    number(raw, "num_hidden_layers", path)
-    kinds = raw.get("layer_types") or Qwen3Config(**windows).layer_types or ()
+    kinds = kinds_of_layers(raw, path)
+    kinds = kinds or built(path, lambda: Qwen3Config(**windows).layer_types or [])
     faults += [f"layers of kind {kind}" for kind in sorted(set(kinds) - {"full_attention"})]
     if raw.get("hidden_act", "silu") != "silu":
         faults.append(f"hidden_act {raw['hidden_act']}")
@@ -264,13 +271,12 @@ def _check_kind(raw: Mapping[str, Any], told: Mapping[str, Any], path: Path) -> 
 
 def _layer_config(raw: Mapping[str, Any], told: Mapping[str, Any], path: Path) -> Qwen3Config:
     """The layers of a flat config. Raises `UserError` for sizes or RoPE that it does not say."""
-    for name in _SIZES:
-        number(raw, name, path)
-    rope = ("rope_parameters",) if raw.get("rope_parameters") else ("rope_theta", "rope_scaling")
-    if raw.get(rope[0]) is None:
+    rope = rope_of(raw, path)
+    if rope is None or rope.get("rope_theta") is None:
         raise UserError(f"{path} has neither rope_parameters nor rope_theta")
-    kept = {name: raw[name] for name in (*_LAYER, *rope) if raw.get(name) is not None}
-    return Qwen3Config(**kept, **_after_head(told, path))
+    kept = {name: raw[name] for name in _LAYER if raw.get(name) is not None}
+    after = _after_head(told, path)
+    return built(path, lambda: Qwen3Config(**kept, rope_parameters=rope, **after))
 
 
 def _after_head(told: Mapping[str, Any], path: Path) -> dict[str, Any]:

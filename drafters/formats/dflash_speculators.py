@@ -5,7 +5,6 @@ Its layers are told of in `transformer_layer_config`, tensors lie as in the flat
 0-based output that is read.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...data.target import Target
 from ..about import About
 from ..dflash import DFlashDrafter
 from . import dflash_flat
-from .config import config_of, numbers, read_config
+from .config import config_of, needed_table, numbers, read_config
 
 _NEUTRAL = {
     "projector_type": "dflash",
@@ -44,9 +43,7 @@ def read_for(folder: Path, target: Target, about: About) -> DFlashDrafter:
 def _flat(folder: Path) -> dict[str, Any]:
     """The configuration as the flat layout would say it."""
     raw, path = read_config(folder), folder / "config.json"
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise UserError(f"{path}: 'transformer_layer_config' is missing")
+    layer = needed_table(raw, "transformer_layer_config", path)
     faults = [
         f"{name} {raw[name]}"
         for name, neutral in _NEUTRAL.items()

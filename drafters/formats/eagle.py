@@ -14,7 +14,7 @@ from ...data.dense import dense_weight, whole
 from ...data.target import Target
 from ..about import About
 from ..eagle import EagleDrafter
-from .config import architectures, config_of, read_config
+from .config import architectures, built, config_of, flag, read_config
 from .eagle3_parts import EMBEDDING, layer_config
 from .fits import check_rows, check_width
 from .tensors import check_tensors, fill, read_any, tensor_names
@@ -44,9 +44,8 @@ def shape(folder: Path, target: Target, about: About) -> EagleDrafter:
     config = layer_config(raw, path)
     check_width(folder, config.hidden_size, target)
     check_rows(folder, int(config.vocab_size), target)
-    told = raw.get("bias")
-    bias = "fc.bias" in tensor_names(folder) if told is None else bool(told)
-    return EagleDrafter(config, target, bias)
+    bias = flag(raw, "bias", path, "fc.bias" in tensor_names(folder))
+    return built(path, lambda: EagleDrafter(config, target, bias))
 
 
 def read_for(folder: Path, target: Target, about: About) -> EagleDrafter:

@@ -21,7 +21,7 @@ from ...data.target import Target
 from ..about import About
 from ..eagle3 import Eagle3Drafter
 from ..eagle3_layer import Norms
-from .config import architectures, config_of, old_rope, read_config
+from .config import architectures, config_of, flag, old_rope, read_config, table
 from .eagle3_parts import (
     IDS,
     Told,
@@ -64,18 +64,12 @@ def read_for(folder: Path, target: Target, about: About) -> Eagle3Drafter:
 
 def _told(folder: Path, unnamed: tuple[int, ...] | None) -> Told:
     raw, path = read_config(folder), folder / "config.json"
-    nested = _nested(raw, path)
-    if nested.get("use_aux_hidden_state") is False:
+    nested = table(raw, "eagle_config", path)
+    if not flag(nested, "use_aux_hidden_state", path, True):
         raise UserError(f"{path}: use_aux_hidden_state is false, and heads without are not read")
-    norms = Norms(**{n: bool(nested.get(n, raw.get(n))) for n in asdict(Norms())})
+    said = raw | {name: value for name, value in nested.items() if value is not None}
+    norms = Norms(**{name: flag(said, name, path) for name in asdict(Norms())})
     return told(raw, raw, read_taps(raw, path, unnamed), norms, path)
-
-
-def _nested(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    found = raw.get("eagle_config") or {}
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: 'eagle_config' is {found}, must be a table of names and values")
-    return found
 
 
 def read_taps(
@@ -85,7 +79,7 @@ def read_taps(
 
     Raises `UserError` if there are neither, or different ones in its two conventions.
     """
-    nested, outer = layer_ids(_nested(raw, path), path), layer_ids(raw, path)
+    nested, outer = layer_ids(table(raw, "eagle_config", path), path), layer_ids(raw, path)
     below = [i - 1 for i in outer]
     if nested and outer and nested != below:
         raise UserError(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -16,7 +15,7 @@ from ...data.target import Target
 from ..about import About
 from ..eagle3 import Eagle3Drafter
 from ..eagle3_layer import Norms
-from .config import number, numbers
+from .config import built, check_attention, flag, kinds_of_layers, number, numbers, rope_of
 from .fits import check_rows, check_taps, check_width, same_rounded
 from .tensors import any_file, check_tensors, fill, read_any, tensor_names
 from .vocab_maps import take_ids
@@ -84,41 +83,16 @@ def layer_config(raw: Mapping[str, Any], path: Path) -> LlamaConfig:
     kind = raw.get("model_type", "llama")
     if kind != "llama":
         raise UserError(f"{path}: layers of model type '{kind}' are not read, those of llama are")
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
+    if set(kinds_of_layers(raw, path)) - {"full_attention"}:
         raise UserError(f"{path}: layer_types {raw['layer_types']} are not read, full_attention is")
     if raw.get("logit_scale", 1.0) != 1.0:
         raise UserError(f"{path}: logit_scale {raw['logit_scale']} is not read, 1.0 is")
-    if raw.get("use_sliding_window"):
+    if flag(raw, "use_sliding_window", path):
         raise UserError(f"{path}: use_sliding_window is not read, layers that see all tokens are")
+    check_attention(raw, path)
     kept = {k: v for k, v in raw.items() if k not in (*_OTHER_READERS, *_ROPE)}
-    try:
-        config = LlamaConfig(**kept, rope_parameters=_rope(raw, path))
-        LlamaRotaryEmbedding(config)  # which knows the kinds of RoPE
-    except (StrictDataclassError, ArithmeticError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path}: its layers cannot be built: {reason}") from error
-    partial = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise UserError(f"{path}: partial_rotary_factor {partial} is not read, 1.0 is")
-    return config
-
-
-def _rope(raw: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """RoPE in its new spelling; what that leaves out is taken from the old one.
-
-    Raises `UserError` where they differ.
-    """
-    new, old = dict(raw.get("rope_parameters") or {}), dict(raw.get("rope_scaling") or {})
-    if "type" in old:
-        old.setdefault("rope_type", old.pop("type"))
-    if raw.get("rope_theta") is not None:
-        old["rope_theta"] = raw["rope_theta"]
-    for name in sorted(new.keys() & old.keys()):
-        if new[name] != old[name]:
-            raise UserError(
-                f"{path}: '{name}' is {new[name]} in rope_parameters and {old[name]} outside of it"
-            )
-    return old | new or None
+    rope = rope_of(raw, path)
+    return built(path, lambda: LlamaConfig(**kept, rope_parameters=rope))
 
 
 def shape_of(found: Told, folder: Path, target: Target, about: About) -> Eagle3Drafter:
@@ -127,12 +101,14 @@ def shape_of(found: Told, folder: Path, target: Target, about: About) -> Eagle3D
     An embedding in the folder counts as the head's own, unless `about` tells otherwise.
     """
     any_file(folder)
+    path = folder / "config.json"
     check_taps(folder, found.taps, target.num_layers - 1, f"'{target.provenance['name']}'")
     check_width(folder, found.width, target)
     check_rows(folder, found.vocab, target)
-    if about.shared is None:
-        return _built(found, torch.arange(found.size), EMBEDDING in tensor_names(folder))
-    return _built(found, torch.arange(found.size), EMBEDDING not in about.shared)
+    own = (
+        EMBEDDING in tensor_names(folder) if about.shared is None else EMBEDDING not in about.shared
+    )
+    return built(path, lambda: _built(found, torch.arange(found.size), own))
 
 
 def _built(found: Told, ids: Tensor | None, own_embedding: bool) -> Eagle3Drafter:

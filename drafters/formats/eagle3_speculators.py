@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from ...configs.errors import UserError
 from ...data.target import Target
 from ..about import About
 from ..eagle3 import Eagle3Drafter
 from ..eagle3_layer import Norms
-from .config import config_of, read_config
+from .config import config_of, flag, needed_table, read_config
 from .eagle3_flat import engine_config
 from .eagle3_parts import (
     IDS,
@@ -37,7 +36,7 @@ from .tensors import write_tensors
 FOLDER = "speculators"
 """Where it is published, within the folder of the flat layout."""
 KIND = "eagle3"
-_DEFAULTS = {"norm_before_residual": True}
+_DEFAULTS = ("norm_before_residual",)  # true, if nothing is said
 _OF_LAYERS = (
     *("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "num_hidden_layers", "hidden_act", "rms_norm_eps", "vocab_size"),
@@ -67,10 +66,8 @@ def read_for(folder: Path, target: Target, about: About) -> Eagle3Drafter:
 
 def _told(folder: Path, unnamed: tuple[int, ...] | None) -> Told:
     raw, path = read_config(folder), folder / "config.json"
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise UserError(f"{path}: 'transformer_layer_config' is missing")
-    norms = Norms(**{n: bool(raw.get(n, _DEFAULTS.get(n))) for n in asdict(Norms())})
+    layer = needed_table(raw, "transformer_layer_config", path)
+    norms = Norms(**{n: flag(raw, n, path, n in _DEFAULTS) for n in asdict(Norms())})
     return told(layer, raw, _taps(raw, path, unnamed), norms, path)
 
 

@@ -15,7 +15,7 @@ from ...data.target import Target
 from ..about import About
 from ..adapters import ADAPTER, merged, write_adapter
 from ..causal import CausalDrafter
-from .config import config_of, old_rope
+from .config import RAISED, built, config_of, number, old_rope, why
 from .tensors import whole_files
 
 
@@ -36,11 +36,15 @@ def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:
 def shape(folder: Path, target: Target, about: About) -> CausalDrafter:
     """With `about.draft_ids`, None for all tokens."""
     text_config(folder)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.float32
-    )
+
+    def model() -> Any:
+        config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
     ids = about.draft_ids
-    return CausalDrafter(model, None if ids is None else torch.tensor(ids))
+    return CausalDrafter(
+        built(folder / "config.json", model), None if ids is None else torch.tensor(ids)
+    )
 
 
 def read_for(folder: Path, target: Target, about: About) -> CausalDrafter:
@@ -85,10 +89,12 @@ def _spell_old_names(path: Path) -> None:
 def text_config(folder: Path) -> Any:
     """The configuration of a folder's language model. Raises `UserError` for an unknown one."""
     try:
-        return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load draft LM {folder}: {reason}") from error
+        found = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        for name in ("vocab_size", "num_hidden_layers"):
+            number({name: getattr(found, name, None)}, name, folder / "config.json")
+    except (OSError, *RAISED) as error:
+        raise UserError(f"cannot load draft LM {folder}: {why(error)}") from error
+    return found
 
 
 def read(folder: Path) -> CausalDrafter:
@@ -102,9 +108,8 @@ def read(folder: Path) -> CausalDrafter:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load draft LM {folder}: {reason}") from error
+    except (OSError, SafetensorError, *RAISED) as error:
+        raise UserError(f"cannot load draft LM {folder}: {why(error)}") from error
     model, info = loaded
     faults = [f"'{name}' is missing" for name in sorted(info["missing_keys"])]
     faults += [f"'{name}' is unexpected" for name in sorted(info["unexpected_keys"])]

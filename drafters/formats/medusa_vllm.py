@@ -19,7 +19,7 @@ from ...configs.errors import UserError
 from ...data.target import Target
 from ..about import About
 from ..medusa import MedusaDrafter
-from .config import architectures, config_of, factor, number, read_config
+from .config import architectures, config_of, factor, flag, number, read_config
 from .fits import check_head, check_width
 from .tensors import check_tensors, fill, read_tensors, weights_file, write_tensors
 
@@ -76,8 +76,8 @@ def _built(
         number(raw, "num_heads", path),
         number(raw, "num_hidden_layers", path),
         ids,
-        bias=bool(raw.get("medusa_fc_bias", False)),
-        shared_head=bool(raw.get("original_lm_head", False)),
+        bias=flag(raw, "medusa_fc_bias", path),
+        shared_head=flag(raw, "original_lm_head", path),
         train_head=(about.options or {}).get("train_head") is not False,
     )
 

@@ -18,7 +18,7 @@ from ...configs.errors import UserError
 from ...data.target import Target
 from ..about import About
 from ..mlp import MLPDrafter
-from .config import architectures, config_of, number, read_config
+from .config import architectures, config_of, flag, number, read_config
 from .fits import check_head, check_width
 from .tensors import check_tensors, fill, read_tensors, weights_file, write_tensors
 
@@ -42,7 +42,7 @@ def shape(folder: Path, target: Target, about: About) -> MLPDrafter:
     check_width(folder, raw.get("emb_dim"), target)
     rows, steps = number(raw, "vocab_size", path), number(raw, "n_predict", path)
     check_head(folder, rows, target)
-    tied = bool(raw.get("tie_weights", False))
+    tied = flag(raw, "tie_weights", path)
     if tied and steps == 1:
         raise UserError(f"{path}: tie_weights is true, and there is one step alone")
     width = target.hidden_size
@@ -53,7 +53,7 @@ def shape(folder: Path, target: Target, about: About) -> MLPDrafter:
         steps,
         number(raw, "inner_dim", path, width),
         tied=tied,
-        scaled=bool(raw.get("scale_input", False)),
+        scaled=flag(raw, "scale_input", path),
     )
 
 

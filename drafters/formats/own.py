@@ -25,8 +25,11 @@ def claims(folder: Path) -> bool:
 
 
 def config_of(folder: Path, about: About) -> FamilyConfig:
-    """The options that the folder's drafter was built by."""
-    return family_config({"family": about.family, **(about.options or {})}, str(folder / OWN))[1]
+    """The options that the folder's drafter was built by. Raises `UserError` for what is none."""
+    try:
+        return family_config({**(about.options or {}), "family": about.family}, "its options")[1]
+    except UserError as error:
+        raise UserError(f"{folder / OWN}: {error}") from error
 
 
 def taps(folder: Path, about: About, num_layers: int) -> tuple[int, ...]:

@@ -21,15 +21,17 @@ class Serving:
     """A target with a drafter, or without one.
 
     target: its folder or Hub id; drafter: its folder, None for plain decoding; layout: how it lies
-    there; sampled: whether drafts are drawn, or always the most probable token; dtype: of the
-    target, as torch calls it; cpu: whether it runs on this machine's processors; context: tokens of
-    the longest conversation; rows: conversations at a time; work: a folder for what is made on the
-    way; limit: seconds the server may run; python: the interpreter of the engine's environment.
+    there; reduced: whether it drafts some tokens of the target's alone; sampled: whether drafts are
+    drawn, or always the most probable token; dtype: of the target, as torch calls it; cpu: whether
+    it runs on this machine's processors; context: tokens of the longest conversation; rows:
+    conversations at a time; work: a folder for what is made on the way; limit: seconds the server
+    may run; python: the interpreter of the engine's environment.
     """
 
     target: str
     drafter: Path | None
     layout: str
+    reduced: bool
     num_draft_tokens: int
     sampled: bool
     dtype: str

@@ -52,21 +52,22 @@ def measure(
     judge: Judge,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The entry of a report. `expected` is of each cell, `judge` tells log p of replies.
+    """The entry of a report. `expected` is of each cell, `judge` tells log p of replies, and is
+    asked when no server runs any longer.
 
     Raises `UserError` if the engine does not run, breaks off, or tells no counters.
     """
     version, fast, crowds = _served(engine, serving, target, plan, say)
+    plain, plain_crowds = fast, crowds
+    if plan.concurrencies:
+        _, plain, plain_crowds = _served(engine, replace(serving, drafter=None), target, plan, say)
     rows = [
-        cell_row(cell, answers, foretold, engine.overruns, judge, plan.bootstrap) | {"speed": []}
+        cell_row(cell, answers, foretold, engine.overruns, judge, plan.bootstrap)
         for cell, foretold, answers in zip(plan.cells, expected, fast, strict=True)
     ]
-    if plan.concurrencies:
-        bare = replace(serving, drafter=None)
-        _, plain, plain_crowds = _served(engine, bare, target, plan, say)
-        every = zip(rows, fast, plain, crowds, plain_crowds, strict=True)
-        for row, one, other, crowd, plain_crowd in every:
-            row["speed"] = speeds(plan.concurrencies, one, other, crowd, plain_crowd)
+    every = zip(rows, fast, plain, crowds, plain_crowds, strict=True)
+    for row, one, other, crowd, plain_crowd in every:
+        row["speed"] = speeds(plan.concurrencies, one, other, crowd, plain_crowd)
     return {
         "engine": engine.name,
         "version": version,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.served import Program
+from ...drafters.card_commands import UNTRACKED
 from .engine import Engine, Serving
 
 METHODS = {
@@ -42,6 +43,8 @@ def program(serving: Serving) -> Program:
         environment["PYTHONPATH"] = _plugin(serving.work)
     if serving.drafter is not None:
         words += ["--speculative-config", json.dumps(speculation(serving))]
+        if serving.layout == "medusa" and serving.reduced:
+            words += ["--model-loader-extra-config", json.dumps(UNTRACKED)]
     return serving.program("vLLM", words, environment)
 
 

@@ -253,7 +253,7 @@ def test_broken_yaml_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "name: r\ntrain:\n  lr: 0.1\n  lr: 0.2\n")
     assert refusal(path) == f"{path}:4: not valid YAML: key 'lr' is given twice"
     path.write_bytes(b"name: \xff\xfe")
-    assert refusal(path).startswith(f"cannot read the recipe {path} as UTF-8 text")
+    assert refusal(path).startswith(f"cannot read {path} as UTF-8 text")
 
 
 def test_words_stay_words_and_numbers_are_numbers() -> None:

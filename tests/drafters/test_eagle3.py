@@ -20,6 +20,7 @@ from unrolling import (
     unrolled,
 )
 
+from draftsmith.configs.errors import UserError
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target
 from draftsmith.drafters.base import TrainBatch, supervised_at, token_index
@@ -34,7 +35,9 @@ def draft_ids(count: int = 60) -> Tensor:
     return torch.tensor(sorted([0, 1, 2, *others]))
 
 
-def new_head(target: Target, init: str = "random", taps: tuple[int, ...] = TAPS) -> Eagle3Drafter:
+def new_head(
+    target: Target, init: str | None = "random", taps: tuple[int, ...] = TAPS
+) -> Eagle3Drafter:
     """A head with no neutral value anywhere: a skipped norm or map changes its output."""
     torch.manual_seed(1)
     config = Eagle3Config(taps=taps, draft_vocab_size=60, init=init)
@@ -217,8 +220,8 @@ def test_gradients_reach_what_is_trained(tiny_target: Target, batch: TrainBatch)
     assert (each > 0).all()  # every tapped layer
 
 
-@pytest.mark.parametrize("init", ["target", "random"])
-def test_a_new_head_is_finite_for_every_family(any_target: Target, init: str) -> None:
+@pytest.mark.parametrize("init", [None, "random"])
+def test_a_new_head_is_finite_for_every_family(any_target: Target, init: str | None) -> None:
     torch.manual_seed(0)
     config = Eagle3Config(taps=TAPS, draft_vocab_size=60, init=init)
     drafter = Eagle3Drafter.from_target(any_target, config, draft_ids())
@@ -236,7 +239,7 @@ def test_a_new_head_is_finite_for_every_family(any_target: Target, init: str) ->
 
 def test_a_new_head_says_something_for_every_family(any_target: Target) -> None:
     """Norm weights of another meaning (Gemma adds one) are not copied as if they were scales."""
-    drafter = new_head(any_target, init="target")
+    drafter = new_head(any_target, init=None)
     batch = collate(conversations(any_target, TAPS), ["chat"])
     with torch.no_grad():
         (step,) = drafter.unroll(batch, 1)
@@ -268,7 +271,9 @@ def test_a_last_layer_of_other_names_is_not_copied_in_part(tiny_target: Target) 
     """Such as OLMo-2's, which has the projections of a Llama but no norm before them."""
     target = copy.deepcopy(tiny_target)
     del target.layers[-1].input_layernorm
-    drafter = new_head(target, init="target")
+    with pytest.raises(UserError, match="'target' takes over no layers"):
+        new_head(target, init="target")
+    drafter = new_head(target, init=None)
     for name, weight in target.layers[-1].state_dict().items():
         mine = drafter.midlayer.state_dict()[name]
         assert not torch.equal(mine[..., -weight.shape[-1] :], weight), name

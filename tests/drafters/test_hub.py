@@ -134,6 +134,16 @@ def test_commands_for_eagle3(report: dict[str, Any]) -> None:
     }
 
 
+def test_commands_for_the_layout_of_speculators(report: dict[str, Any]) -> None:
+    """A folder of its own, which engines do not fetch by themselves."""
+    card = model_card(report, "eagle3", BASE, "mit", repo_id=DRAFT, speculators=True)
+    *_, told = re.findall(r"```bash\n(.*?)```", card, flags=re.DOTALL)
+    fetch, serve = told.splitlines()
+    assert shlex.split(fetch)[:5] == ["hf", "download", DRAFT, "--include", "speculators/*"]
+    assert serve == f"vllm serve {shlex.split(fetch)[-1]}/speculators"
+    assert "vllm serve draft" not in card_of(report)
+
+
 def test_commands_for_dflash(report: dict[str, Any]) -> None:
     """SGLang takes the length from the drafter; a head of some tokens it does not take."""
     (vllm,) = commands(card_of(report, "dflash"))
@@ -165,6 +175,16 @@ def test_layouts_that_old_engines_read(layout: str, said: str, report: dict[str,
     assert json.loads(vllm[4]) == {"method": layout, "model": DRAFT, "num_speculative_tokens": 4}
     assert said in card and "nor do SGLang, llama.cpp or transformers" in card
     assert "draft_sample_method" not in card and "rejection sampling" not in card
+
+
+def test_vllm_is_kept_from_missing_the_map_of_medusa_heads(report: dict[str, Any]) -> None:
+    (vllm,) = commands(card_of(report, "medusa"))
+    assert vllm[5] == "--model-loader-extra-config"
+    assert json.loads(vllm[6]) == {"enable_weights_track": False}
+    for cell in report["cells"]:
+        cell["captured_mass"] = None  # all tokens are drafted
+    (vllm,) = commands(card_of(report, "medusa"))
+    assert len(vllm) == 5
 
 
 def test_what_engines_do_otherwise_is_told(report: dict[str, Any]) -> None:

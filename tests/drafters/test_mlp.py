@@ -197,6 +197,8 @@ def test_a_new_one_is_finite_for_every_family(any_target: Target, init: str) -> 
         assert torch.equal(drafter.proj[0].weight, torch.eye(32))
     narrow = MLPDrafter.from_target(any_target, MLPConfig(inner_dim=16), None)
     assert narrow.heads[0].weight.shape == (400, 16)
+    with pytest.raises(UserError, match=r"'target' .* 32 wide, and drafter.inner_dim is 16"):
+        MLPDrafter.from_target(any_target, MLPConfig(inner_dim=16, init="target"), None)
 
 
 @pytest.mark.parametrize("options", [{"logit_scale": 0.25}, {"logits_scaling": 4.0}])

@@ -48,6 +48,10 @@ def test_sections() -> None:
             r"drafter\.draft_vocabsize.*r\.yaml.*draft_vocab_size",
         ),
         ({"family": "eagle3", "layers": [0]}, "layers"),
+        (
+            {"family": "causal", "head_rank": 64},
+            r"'drafter\.head_rank' in r\.yaml: it is an option of eagle3, .* is 'causal'",
+        ),
         ({"family": "causal", "draft_vocab_size": "many"}, "draft_vocab_size"),
     ],
 )

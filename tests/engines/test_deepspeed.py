@@ -1,21 +1,19 @@
 """DeepSpeed on this CPU: two processes train what one does, and go on where they were stopped.
 
-Needs deepspeed; its first run compiles a small extension, which takes some minutes once.
+Its first run compiles a small extension, which takes minutes once; `make test-engines` does so.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from engine_needs import needs
 from launching import Launcher, Trained, agree
 
 FAMILIES = ("eagle3", "causal")
 SPREAD = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
-pytestmark = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-engines does it"
-)
+pytestmark = needs("deepspeed")
 
 
 @pytest.fixture(scope="module")

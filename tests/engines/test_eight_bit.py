@@ -3,17 +3,15 @@
 Needs torchao, whose optimiser compiles itself once a run.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_needs import needs
 from launching import Launcher
 
-pytestmark = pytest.mark.skipif(
-    find_spec("torchao") is None, reason="torchao is not installed: make test-engines does it"
-)
+pytestmark = needs("torchao")
 
 
 def test_a_run_with_moments_in_8_bits_goes_on_to_the_same_bits(

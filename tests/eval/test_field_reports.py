@@ -27,12 +27,11 @@ from draftsmith.data.target import Target, load_target
 from draftsmith.data.warp import Law
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter
-from draftsmith.eval import evaluate as evaluate_module
-from draftsmith.eval import speed
+from draftsmith.eval import measuring, speed, timing
 from draftsmith.eval.decode import RULES, DecodeSettings, decode
 from draftsmith.eval.estimate import overlap_interval
 from draftsmith.eval.report import print_report, read_report
-from draftsmith.eval.tables import summary_tables
+from draftsmith.eval.tables import TOGETHER, summary_tables
 from draftsmith.eval.tree import TreeShape
 from draftsmith.scripts.pipeline import Run
 from draftsmith.train import corpus
@@ -114,7 +113,8 @@ def test_b116_every_domain_is_a_row_of_the_report(
 ) -> None:
     """n, tokens, overlap and interval of each, and their sum."""
     run, store, folder = labelled
-    cells = {c["domain"]: c for c in read_report(run.evaluate(store, folder))["cells"]}
+    report = read_report(run.evaluate(store, folder))
+    cells = {c["domain"]: c for c in report["cells"]}
     assert {name: cell["prompts"] for name, cell in cells.items()} == COUNTS
     records = list(store.records("heldout"))
     for name, cell in cells.items():
@@ -129,6 +129,11 @@ def test_b116_every_domain_is_a_row_of_the_report(
     scores = score(tiny_target, load_drafter(folder, tiny_target), records, Law(0.0), 2, LIMIT)
     pooled = sum(cell["overlap"]["value"] * cell["tokens"] for cell in cells.values()) / total
     assert pooled == pytest.approx(overlap_interval(scores, 10).value)
+    (together,) = report["totals"]
+    assert (together["prompts"], together["tokens"]) == (17, total)
+    assert together["rounds"] == sum(cell["rounds"] for cell in cells.values())
+    assert together["overlap"]["value"] == pytest.approx(pooled)
+    assert together["tokens_per_round"]["value"] == pytest.approx(total / together["rounds"])
 
 
 def test_b116_few_conversations_are_flagged(labelled: tuple[Run, RecordStore, Path]) -> None:
@@ -138,7 +143,7 @@ def test_b116_few_conversations_are_flagged(labelled: tuple[Run, RecordStore, Pa
     report = read_report(found)
     (table,) = (t for t in summary_tables(report) if t.title == "Acceptance")
     flagged = {name: str(n) if n >= 8 else f"{n}*" for name, n in COUNTS.items()}
-    assert {row[0]: row[2] for row in table.rows} == flagged
+    assert {row[0]: row[2] for row in table.rows} == {**flagged, TOGETHER: "17"}
     print_report(report, run.console)
     page = (found / "report.html").read_text(encoding="utf-8")
     for text in (said(run), page):
@@ -283,8 +288,8 @@ def test_b017_b041_one_start_token_and_one_prompt_in_every_stage(
 
     collate = corpus.collate
     monkeypatch.setattr(corpus, "collate", spied_collate)
-    monkeypatch.setattr(evaluate_module, "decode", spied_decode)
-    monkeypatch.setattr(speed, "decode", spied_decode)
+    for module in (measuring, timing, speed):
+        monkeypatch.setattr(module, "decode", spied_decode)
     run = make_run(starting, content)
     run.recipe = replace(run.recipe, eval=replace(run.recipe.eval, timing_prompts=20))
     store = run.collect()

@@ -17,6 +17,7 @@ from draftsmith.eval.report import (
     MIN_CONVERSATIONS,
     alarms,
     print_report,
+    read_replies,
     read_report,
     write_report,
 )
@@ -45,6 +46,21 @@ def test_what_is_written_is_read_back(report: dict[str, Any], tmp_path: Path) ->
     ]
 
 
+def test_replies_stand_beside_the_report(report: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers alone are in report.json: replies are texts, which not everyone may pass on."""
+    pieces = [("It is ", "first", 0), ("spelt", "accepted", 1)]
+    reply = {"domain": "chat", "law": "T=0", "prompt_id": "p1", "pieces": pieces}
+    write_report(report, tmp_path, [reply])
+    assert "spelt" not in (tmp_path / "report.json").read_text(encoding="utf-8")
+    kept = read_replies(tmp_path)
+    assert kept == [{**reply, "pieces": [list(piece) for piece in pieces]}]
+    write_report(report, tmp_path)  # as when a later stage adds its part
+    assert read_replies(tmp_path) == kept
+    assert '"spelt"' in (tmp_path / "report.html").read_text(encoding="utf-8")
+    write_report(report, tmp_path, [])
+    assert "spelt" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_failed_write_keeps_the_old_report(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +81,7 @@ def test_a_failed_write_keeps_the_old_report(
 def test_the_numbers_survive_a_page_that_fails(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(report: dict[str, Any]) -> str:
+    def broken(*args: Any) -> str:
         raise RuntimeError("no page today")
 
     monkeypatch.setattr("draftsmith.eval.report.page", broken)
@@ -92,7 +108,7 @@ def test_numbers_that_json_lacks(report: dict[str, Any], tmp_path: Path) -> None
         (None, "there is no report at"),
         ("{", "not valid JSON"),
         ("[]", "report format None"),
-        ('{"format": 99}', "report format 99; this version reads format 1"),
+        ('{"format": 99}', "report format 99; this version reads format 2"),
     ],
 )
 def test_what_is_not_a_report_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
@@ -104,7 +120,7 @@ def test_what_is_not_a_report_is_refused(text: str | None, message: str, tmp_pat
 
 
 def test_every_domain_and_law_has_its_row(report: dict[str, Any]) -> None:
-    lines = [line.split() for line in printed(report).splitlines()]
+    lines = [line.split() for line in printed(report, 400).splitlines()]
     for cell in report["cells"]:
         alpha, tau = cell["overlap"], cell["tokens_per_round"]
         rows = [line for line in lines if line[:2] == [cell["domain"], cell["law"]]]
@@ -117,11 +133,17 @@ def test_every_domain_and_law_has_its_row(report: dict[str, Any]) -> None:
             f"[{alpha['low']:.3f}–{alpha['high']:.3f}]",
         ]
         assert acceptance[-4:] == survivals
-        assert rounds[3:5] == [f"{tau['value']:.2f}", f"[{tau['low']:.2f}–{tau['high']:.2f}]"]
-        assert rounds[5] == f"{cell['tokens_per_round_estimated']['value']:.2f}"
+        counts = ("rounds", "undrafted_rounds", "drafted", "tested", "accepted")
+        assert rounds[2:7] == [str(cell[name]) for name in counts]
+        assert rounds[7:9] == [f"{tau['value']:.2f}", f"[{tau['low']:.2f}–{tau['high']:.2f}]"]
+        assert rounds[9] == f"{cell['tokens_per_round_estimated']['value']:.2f}"
+        assert rounds[11] == f"{cell['tokens_per_round_by_reply']['value']:.2f}"
+        assert rounds[-2] == f"{cell['mean_accepted']:.2f}"
         assert rounds[-1] == f"{cell['draft_acceptance_rate']:.3f}"
         timed = cell["speed"]
-        assert speed[3:6] == [
+        assert speed[3:8] == [
+            f"{1000 * timed['plain_prefill_seconds']:.1f}",
+            f"{1000 * timed['speculative_prefill_seconds']:.1f}",
             f"{timed['plain_tokens_per_s']:.1f}",
             f"{timed['speculative_tokens_per_s']:.1f}",
             f"{timed['speedup']['value']:.2f}",
@@ -132,6 +154,11 @@ def test_every_domain_and_law_has_its_row(report: dict[str, Any]) -> None:
     rows = [line for line in lines if len(line) > 2 and not line[0].endswith(",")]  # costs have one
     named = {tuple(line[:2]) for line in rows if line[1] in laws}
     assert named == {(domain, law) for domain in domains for law in laws}, "no averaged row"
+    for total in report["totals"]:
+        own = [line for line in lines if line[:3] == ["(all,", "pooled)", total["law"]]]
+        assert len(own) == 2, "acceptance and rounds of all domains' counts, and nothing else"
+        tau = total["tokens_per_round"]
+        assert own[0][3] == str(total["prompts"]) and own[1][8] == f"{tau['value']:.2f}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -175,7 +202,7 @@ def test_a_report_without_timing_or_check(report: dict[str, Any]) -> None:
         cell["speed"] = None
         cell["captured_mass"] = None
         cell["tokens_per_round_estimated"] = None
-    for part in ("cost", "lossless", "sweep", "stages", "alarms"):
+    for part in ("cost", "lossless", "sweep", "stages", "alarms", "parity", "totals"):
         report[part] = None
     text = printed(report)
     assert "Losslessness was not checked" in text
@@ -188,6 +215,7 @@ def too_fast(report: dict[str, Any]) -> None:
     cell = report["cells"][3]
     high = cell["tokens_per_round"]["high"]
     cell["speed"]["speedup"] = {"value": high + 0.2, "low": high + 0.1, "high": high + 0.3}
+    cell["speed"]["predicted"] = high + 0.2
 
 
 def changed_output(report: dict[str, Any]) -> None:
@@ -211,6 +239,15 @@ def nothing_accepted(report: dict[str, Any]) -> None:
     report["cells"][3]["draft_acceptance_rate"] = 0.0
 
 
+def predicted_otherwise(report: dict[str, Any]) -> None:
+    report["cells"][3]["speed"]["predicted"] = 1.45  # measured: 1.26, at most 1.32
+
+
+def served_otherwise(report: dict[str, Any]) -> None:
+    report["parity"]["ok"] = False
+    report["parity"]["parts"][1]["verdict"] = "different"
+
+
 PLANTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (too_fast, "code, T=1: measured speedup .* lies above τ"),
     (changed_output, "changed the target's output"),
@@ -218,6 +255,8 @@ PLANTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (estimate_above, "code, T=1: estimated τ 2.60 .* exclude each other"),
     (estimate_below, "code, T=1: estimated τ 1.20 .* exclude each other"),
     (nothing_accepted, "code, T=1: no drafted token was accepted although the overlap is 0.5"),
+    (predicted_otherwise, r"code, T=1: speedup 1.45 was predicted and 1.26 \[1.20–1.32\] measured"),
+    (served_otherwise, r"what was trained is not what decodes \(logits differ\)"),
 ]
 
 
@@ -250,12 +289,17 @@ def test_alarms_at_their_edges_are_silent(report: dict[str, Any]) -> None:
     cell = copy.deepcopy(report["cells"][3])
     high = cell["tokens_per_round"]["high"]
     cell["speed"]["speedup"] = {"value": high + 0.1, "low": high, "high": high + 0.2}
+    cell["speed"]["predicted"] = high + 0.2
     cell["tokens_per_round_estimated"] = {"value": high + 0.1, "low": high, "high": high + 0.2}
     useless = copy.deepcopy(report["cells"][0])
     useless["draft_acceptance_rate"] = 0.0
     useless["overlap"] = {"value": 0.05, "low": 0.04, "high": 0.06}
-    report["cells"] = [cell, useless]
     report["cost"]["generate_ratio"]["value"] = 0.97
+    far = copy.deepcopy(report["cells"][5])  # outside the interval, and off by less than 15 %
+    far["speed"]["predicted"] = 1.14 * far["speed"]["speedup"]["value"]
+    assert far["speed"]["predicted"] > far["speed"]["speedup"]["high"]
+    report["cells"] = [cell, useless, far]
+    report["parity"] |= {"checked": False, "ok": False}
     assert alarms(report) == []
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.configs.errors import UserError
+from draftsmith.data import linear
 from draftsmith.data.gather import Request
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
@@ -132,6 +133,16 @@ def test_products_are_noted_and_called_again(mode: Callable[[], Any]) -> None:
         assert torch.allclose(func(*args, **options).flatten(), layer.up(x).flatten())
 
 
+@pytest.mark.parametrize("form", linear.FORMS)
+def test_products_are_noted_in_whichever_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "measured_forms", lambda *size: [(form, n) for n in linear.COUNTS])
+    layer, x = _Layer(), torch.randn(1, 5, 8)
+    linear.speed_up_few_rows(layer)
+    with torch.inference_mode(), sizing.Products() as products:
+        layer(x)
+    assert len(products.calls) == 4
+
+
 class _Delayed:
     """A drafter that sleeps beside what it computes."""
 
@@ -163,9 +174,9 @@ def test_a_delay_outside_of_products_is_found_there(
     quick, slowed = found["quick"], found["slow"]
     assert 0 < quick.floor < quick.c and 0 < quick.floor_first < quick.c_first
     seconds = slowed.cost.seconds
-    assert slowed.outside_first * seconds == pytest.approx(0.05, abs=0.02)
-    assert slowed.outside * seconds == pytest.approx(0.02, abs=0.01)
-    assert slowed.floor * seconds < 0.005
+    assert slowed.outside_first * seconds > 0.049, "a busy machine makes it longer, never shorter"
+    assert slowed.outside * seconds > 0.019
+    assert slowed.floor < slowed.outside / 2 and slowed.floor_first < slowed.outside_first / 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

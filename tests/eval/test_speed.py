@@ -13,7 +13,7 @@ from draftsmith.eval import speed
 from draftsmith.eval.decode import DecodeSettings
 from draftsmith.eval.draft import Clock
 from draftsmith.eval.rows import Output
-from draftsmith.eval.speed import Cost, calibrate, generate_ratio, measure_rows, time_cell
+from draftsmith.eval.speed import Cost, calibrate, measure_rows
 
 MakeDrafter = Callable[[str, Target], Drafter]
 MakeRequests = Callable[..., list[Request]]
@@ -102,48 +102,3 @@ def test_costs_are_means_over_what_was_counted(
     assert cost.o == pytest.approx(4 * 0.022 / 4 / 0.01 - 1 - 0.012 / 4 / 0.01)
     assert [name for _, name in calls[::2]] == ["p0", "p0", "p1", "p2"]
     assert [gamma for gamma, _ in calls] == [0, 2] * 4
-
-
-def test_a_cell_is_timed_with_every_length(
-    small_target: Target, make_drafter: MakeDrafter, requests: list[Request]
-) -> None:
-    drafter = make_drafter("causal", small_target)
-    timing = time_cell(small_target, drafter, requests, DecodeSettings(10, 2), (1, 2))
-    assert timing.prompts == 3
-    assert timing.plain_tokens_per_s > 0
-    assert timing.fast_tokens_per_s.keys() == timing.speedup.keys() == {1, 2}
-    for gamma, found in timing.speedup.items():
-        assert found.low is not None and found.high is not None
-        assert found.low <= found.value <= found.high
-        assert found.value == pytest.approx(
-            timing.fast_tokens_per_s[gamma] / timing.plain_tokens_per_s
-        )
-
-
-def test_loops_take_turns_in_both_orders(
-    small_target: Target,
-    make_drafter: MakeDrafter,
-    requests: list[Request],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: list[tuple[int, bool]] = []
-    decode = speed.decode
-
-    def noted(target, asked, settings, drafter=None, clock=None):  # type: ignore[no-untyped-def]
-        order.append((settings.num_draft_tokens, drafter is not None))
-        return decode(target, asked, settings, drafter, clock)
-
-    monkeypatch.setattr(speed, "decode", noted)
-    drafter = make_drafter("causal", small_target)
-    time_cell(small_target, drafter, requests[:2], DecodeSettings(6, 2))
-    assert order == [(0, False), (2, True), (2, True), (0, False)]
-
-
-@pytest.mark.parametrize("name", ["tiny_target", "small_target"])
-def test_our_plain_loop_is_compared_with_generate(
-    name: str, request: pytest.FixtureRequest, make_requests: MakeRequests
-) -> None:
-    target: Target = request.getfixturevalue(name)  # with an end token, and without
-    found = generate_ratio(target, make_requests(target, [3, 7]), 6)
-    assert 0.05 < found.value < 50
-    assert found.low is not None and found.high is not None

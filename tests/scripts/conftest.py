@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmarking import write_spec
 
 RECIPE = """\
 name: tiny
@@ -13,7 +14,7 @@ domains:
   - {{name: chat, source: {prompts}/chat.jsonl, holdout: 0.5}}
   - {{name: math, source: {prompts}/math.jsonl, holdout: 0.5}}
 collect: {{temperatures: [1.0], max_new_tokens: 10, batch_size: 8}}
-drafter: {{family: eagle3, draft_vocab_size: 120}}
+drafter: {{family: eagle3, draft_vocab_size: 120, taps: [0, 1, 2]}}
 train: {{steps: 3, unroll: 2, tokens_per_batch: 60, warmup_steps: 1, mixed_precision: "no"}}
 eval:
   sweep: [1, 2]
@@ -55,3 +56,9 @@ def shared_recipe_file(tmp_path_factory: pytest.TempPathFactory, saved_target: P
     path = folder / "tiny.yaml"
     path.write_text(RECIPE.format(target=saved_target, prompts=prompts), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory: pytest.TempPathFactory, saved_target: Path) -> Path:
+    """A benchmark's specification, with what it names beside it."""
+    return write_spec(tmp_path_factory.mktemp("bench"), saved_target)

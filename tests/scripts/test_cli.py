@@ -109,6 +109,7 @@ def test_demo_is_all_stages_at_once(
         "collect.temperatures=[1.0]",
         "collect.max_new_tokens=8",
         "drafter.draft_vocab_size=60",
+        "drafter.taps=[0, 1, 2]",
         "train.steps=2",
         "eval.timing_prompts=0",
         "eval.bootstrap=20",

@@ -37,7 +37,8 @@ def test_a_trained_drafter_is_what_is_served(
     assert "parity holds" in said and "teacher-forced top-1 agreement" in said
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["ok"] and {p["name"]: p["verdict"] for p in found["parts"]} == {
-        "states": "equal", "logits": "equal", "rounds at T=0": "equal", "rounds at T=1": "equal",
+        "states": "equal", "logits": "equal", "rounds at T=0": "equal",
+        "rounds at T=1": "not checked",  # six prompts are too few
     }  # fmt: skip
     assert {"agreement", "first_accepted", "tokens_per_round"} <= found["figures"].keys()
 

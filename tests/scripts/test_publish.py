@@ -19,6 +19,7 @@ from draftsmith.drafters.card_commands import SERVING
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter
 from draftsmith.drafters.dflash import DFlashDrafter
 from draftsmith.drafters.dflash_config import DFlashConfig
+from draftsmith.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.drafters.layouts import LAYOUTS as WRITTEN
 from draftsmith.drafters.push import pack
 from draftsmith.drafters.registry import family_config
@@ -55,7 +56,7 @@ def test_every_engine_layout_can_be_published_and_sent(
 ) -> None:
     """In several files, too, of which all are known to be meant."""
     family = WRITTEN[layout].family
-    more = {"eagle3": {"draft_vocab_size": 200}, "dflash": {"block_size": 5}}
+    more = {"eagle3": {"draft_vocab_size": 200, "taps": [0, 1, 2]}, "dflash": {"block_size": 5}}
     _, config = family_config({"family": family, **more.get(str(family), {})}, "r.yaml")
     torch.manual_seed(0)
     drafter = new_drafter(config, tiny_target, records)
@@ -103,6 +104,32 @@ def test_a_reduced_draft_lm_is_refused(tiny_target: Target, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_reduced_heads_that_no_engine_loads_are_refused(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    trained = save("medusa", tiny_target, tmp_path / "trained", reduced=True)
+    with pytest.raises(UserError, match=r"by no engine .*: vLLM does not read heads of a reduced"):
+        send(tiny_target, trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_names_no_engine_that_serves_another_drafter(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    """SGLang reads one layer; layers out of order are read by nobody as they were trained."""
+    for taps, layers in (((0, 1, 2), 2), ((1, 0, 2), 1)):
+        config = Eagle3Config(taps, 200, init="random", layers=layers)
+        drafter = Eagle3Drafter.from_target(tiny_target, config, torch.arange(0, 400, 2))
+        save_drafter(drafter, tmp_path / f"{layers}", tiny_target, {})
+    card = (send(tiny_target, tmp_path / "2", tmp_path / "out") / "README.md").read_text()
+    assert "Not SGLang, which does not read more layers than one." in card
+    assert "vllm serve" in card and "sglang.launch_server" not in card
+    with pytest.raises(
+        UserError, match=r"by no engine .*: vLLM does not read layers that are named"
+    ):
+        send(tiny_target, tmp_path / "1", tmp_path / "other")
+
+
 def test_the_report_of_another_drafter_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     trained = save("eagle3", tiny_target, tmp_path / "trained")
     report = report_on(save("causal", tiny_target, tmp_path / "other"))
@@ -144,6 +171,7 @@ def test_the_speculators_layout_goes_along(tiny_target: Target, tmp_path: Path) 
     out = send(tiny_target, trained, tmp_path / "out", "bfloat16", **options)
     config = json.loads((out / "speculators" / "config.json").read_text(encoding="utf-8"))
     told = config["speculators_config"]
+    assert "vllm serve draft/speculators" in (out / "README.md").read_text(encoding="utf-8")
     verifier = {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]}
     assert told["verifier"] == verifier
     gamma = report_on(trained)["settings"]["num_draft_tokens"]

@@ -8,7 +8,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.scripts import distill
-from draftsmith.scripts.cli import _parser
+from draftsmith.scripts.arguments import command_line
+from draftsmith.scripts.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,8 +29,8 @@ CELLS = [
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("draftsmith ")])
 def test_commands_are_understood(line: str) -> None:
-    args = _parser().parse_args(shlex.split(line)[1:])
-    assert callable(args.run)
+    args = command_line().parse_args(shlex.split(line)[1:])
+    assert args.command in COMMANDS
 
 
 def test_the_commands_of_every_stage_are_shown() -> None:
@@ -49,7 +50,7 @@ def test_launched_commands_are_understood(line: str) -> None:
         distill._parser().parse_args(given)
     else:
         assert script == "data/collect.py"
-        assert callable(_parser().parse_args(["collect", *given]).run)
+        assert command_line().parse_args(["collect", *given]).command in COMMANDS
     known = launch_command_parser().parse_args([*launcher, script])
     assert known.config_file is None or (ROOT / known.config_file).exists()
 

@@ -5,12 +5,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine_counts import counted
 from replayed_engine import key
+from rich.console import Console
 
+from draftsmith.configs.load import load_recipe
 from draftsmith.configs.recipe import TargetSection
 from draftsmith.data.gather import request_of
 from draftsmith.data.served import Program
@@ -21,6 +25,7 @@ from draftsmith.eval.engines import registry
 from draftsmith.eval.engines.engine import Serving
 from draftsmith.eval.report import read_report
 from draftsmith.scripts.cli import main
+from draftsmith.scripts.pipeline import Run
 
 REPLAYED = Path(__file__).resolve().parents[1] / "replayed_engine.py"
 Replay = Callable[[RecordStore, bool], None]
@@ -124,12 +129,35 @@ def test_an_engine_that_counts_otherwise_rings_until_it_is_mended(
     assert not any(a.startswith("vLLM, ") for a in read_report(folder)["alarms"])
 
 
+def test_the_target_makes_room_for_the_engine_and_judges_it_when_that_is_gone(
+    trained: tuple[Path, Path],
+    replay: Replay,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay(RecordStore.open(only(trained[1], "records-*")), False)
+    run = Run(load_recipe(trained[0]), trained[1], Console(quiet=True))
+    for device, kept in (("cpu", True), ("cuda", False)):
+        there: Any = SimpleNamespace(device=torch.device(device))
+        run._target = there
+        run.release()
+        assert (run._target is there) == kept
+
+    def leave(run: Run) -> None:
+        run._target = None
+
+    monkeypatch.setattr(Run, "release", leave)
+    assert main(command(trained)) == 0
+    assert capsys.readouterr().out.count("loading target") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--prompts", "0"), "--prompts is 0, must be 1 or more"),
         (("--concurrency", "0"), "--concurrency is 0, must be 1 or more"),
         (("--engine", "llama.cpp", "--drafts", "sampled"), "llama.cpp draws no drafts"),
+        (("--report", "no/such/folder"), "no/such/folder"),
     ],
 )
 def test_what_cannot_be_asked(

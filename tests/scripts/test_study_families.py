@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.configs.errors import UserError
+from draftsmith.data import linear
 from draftsmith.data.gather import Request
 from draftsmith.data.target import Target
 from draftsmith.data.warp import Law
@@ -192,11 +193,25 @@ def _args(*argv: str) -> Namespace:
     return parser_of("", "runs", study_families.PARTS).parse_args(list(argv))
 
 
-def test_a_step_reads_the_weights_that_it_multiplies(tiny_target: Target) -> None:
+@pytest.mark.parametrize("form", [None, *linear.FORMS])
+def test_a_step_reads_the_weights_that_it_multiplies(
+    load_tiny: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, form: str | None
+) -> None:
+    """In whichever form its layers multiply: some read a copy of their weights."""
+
+    def served(drafter: Any) -> Any:
+        if form is not None:
+            linear.speed_up_few_rows(drafter, tiny_target.model)
+        return drafter
+
+    monkeypatch.setattr(
+        linear, "measured_forms", lambda *size: [(form, rows) for rows in linear.COUNTS]
+    )
+    tiny_target = load_tiny()
     request = Request("p", "a", "heldout", (5, 6, 7, 8), Law(0.0), 0)
     config = Eagle3Config(draft_vocab_size=100)
     drafter: Any = Eagle3Drafter.from_target(tiny_target, config, torch.arange(100)).eval()
-    first, later = weights_read(tiny_target, drafter, request)
+    first, later = weights_read(tiny_target, served(drafter), request)
     matrices = sum(
         p.numel()
         for name, p in drafter.named_parameters()
@@ -206,10 +221,10 @@ def test_a_step_reads_the_weights_that_it_multiplies(tiny_target: Target) -> Non
     skip: Any = SkipDrafter.from_target(tiny_target, SkipConfig(layers=(0, 3)))
     layer = sum(p.numel() for p in tiny_target.layers[0].parameters() if p.dim() == 2)
     head = tiny_target.head.weight.numel()
-    assert weights_read(tiny_target, skip, request)[1] == 2 * layer + head
+    assert weights_read(tiny_target, served(skip), request)[1] == 2 * layer + head
     ids = torch.arange(100)
     lm = CausalDrafter.from_target(tiny_target, CausalConfig(layers=(0, 3)), ids).eval()
-    assert weights_read(tiny_target, lm, request) == (2 * layer + 100 * 32,) * 2
+    assert weights_read(tiny_target, served(lm), request) == (2 * layer + 100 * 32,) * 2
 
 
 def test_the_best_length_is_that_of_the_highest_predicted_speedup() -> None:

@@ -119,12 +119,16 @@ def test_formula_is_what_is_executed(kind: str, family: str, load_tiny: Any) -> 
 
 
 @pytest.mark.parametrize("extent", [(300, 30), (20, 500)])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3, shaped"])
 def test_long_conversations_of_which_earlier_layers_see_all(
-    extent: tuple[int, int], load_tiny: Any
+    kind: str, extent: tuple[int, int], load_tiny: Any
 ) -> None:
-    """In the first step; later ones multiply most keys in vain, which does not count."""
+    """In the first step; later ones multiply most keys in vain, which does not count.
+
+    The last layer makes keys and values of a prompt, and no queries.
+    """
     target = load_tiny("llama", **WIDE, max_position_embeddings=1024)
-    drafter = drafter_of("eagle3, shaped", target)
+    drafter = drafter_of(kind, target)
     p = DraftVocabularyP(target, drafter.draft_ids, Law(1.0))
     records = rows(target, [extent], drafter.taps)
     said = TrainingFlops.of(drafter, p, 1).batch(collate(records, ("a",)))

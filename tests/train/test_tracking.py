@@ -71,7 +71,7 @@ def written(path: Path) -> list[Any]:
 def history(folder: Path) -> list[dict[str, Any]]:
     """All that offline runs in `folder` were told, in order."""
     lines = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):  # by the second they began in
         for record in records(path):
             items = record.history.item
             if items:

@@ -25,9 +25,9 @@ from draftsmith.scripts.engines import check_served
 @pytest.fixture
 def serving(tmp_path: Path) -> Serving:
     return Serving(
-        target="the/target", drafter=Path("the/drafter"), layout="eagle3", num_draft_tokens=3,
-        sampled=True, dtype="float32", cpu=True, context=200, rows=4, work=tmp_path, limit=100.0,
-        python="a-python",
+        target="the/target", drafter=Path("the/drafter"), layout="eagle3", reduced=False,
+        num_draft_tokens=3, sampled=True, dtype="float32", cpu=True, context=200, rows=4,
+        work=tmp_path, limit=100.0, python="a-python",
     )  # fmt: skip
 
 
@@ -61,6 +61,16 @@ def test_vllm_is_told_the_method_of_each_layout(layout: str, method: str, servin
     assert told.get("draft_sample_method") == (None if layout == "medusa" else "probabilistic")
     greedy = speculation(replace(serving, layout=layout, sampled=False))
     assert greedy.get("draft_sample_method") == (None if layout == "medusa" else "greedy")
+
+
+def test_vllm_is_kept_from_missing_the_map_of_a_reduced_medusa(serving: Serving) -> None:
+    engine, option = ENGINES["vllm"].engine, "--model-loader-extra-config"
+    reduced = replace(serving, layout="medusa", reduced=True)
+    assert json.loads(after(engine.program(reduced).command, option)) == {
+        "enable_weights_track": False
+    }
+    for other in ({"layout": "eagle3"}, {"reduced": False}, {"drafter": None}):
+        assert option not in engine.program(replace(reduced, **other)).command
 
 
 def test_sglang_is_told_a_chain(serving: Serving) -> None:
@@ -117,6 +127,29 @@ def test_a_folder_that_cannot_be_converted_is_named(serving: Serving, tmp_path: 
     python.chmod(0o755)
     with pytest.raises(UserError, match="the/target cannot be converted to GGUF: no such arch"):
         on_llama_cpp.program(replace(serving, python=str(python)))
+
+
+def test_a_conversion_that_hangs_is_given_up(serving: Serving, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"the/target was not converted to GGUF within 0\.2 s"):
+        on_llama_cpp.program(replace(serving, python=str(python), limit=0.2))
+
+
+def test_a_python_that_is_not_there_is_named(serving: Serving) -> None:
+    with pytest.raises(
+        UserError, match=r"llama\.cpp cannot be run: .*'/no/such/python'.* --python"
+    ):
+        on_llama_cpp.program(replace(serving, python="/no/such/python"))
+
+
+@pytest.mark.parametrize("script", [on_llama_cpp.CONVERT, on_llama_cpp.SERVE])
+def test_scripts_need_nothing_of_ours(script: tuple[str, str]) -> None:
+    """They run in an environment that may lack the package."""
+    assert script[0] == "-P"
+    text = Path(script[1]).read_text(encoding="utf-8")
+    assert "draftsmith" not in text and "from ." not in text
 
 
 # ---- where engines are

@@ -1,0 +1,1 @@
+"""What engines would make of a published folder, told without any of them."""
