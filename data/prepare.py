@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from .. import __version__
 from ..configs.collection import CollectSection, DomainSection
 from ..configs.errors import UserError
-from .benchmarks import check_layout, resolved
 from .chat import rules_hash, template_hash, tokenizer_hash, tokenizer_name
 from .duplicates import Sketch
 from .files import cache_folder, whole_folder, write_json
+from .known_sets import check_layout, resolved
 from .prompts import Prompt, read_prompts
 from .selection import Selection, select
 from .sources import DATASETS, read_rows, reason_of, source_files

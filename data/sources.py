@@ -18,7 +18,7 @@ import fsspec
 
 from ..configs.collection import DomainSection
 from ..configs.errors import UserError, did_you_mean
-from .benchmarks import BENCHMARKS
+from .known_sets import KNOWN_SETS
 
 DATASETS = "datasets:"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -97,7 +97,7 @@ def source_files(source: str) -> list[tuple[str, str]]:
     if not names:
         of_set = ":" in source and "://" not in source
         word = source.partition(":")[0] if of_set else Path(source).stem
-        hint = did_you_mean(word, (*packaged_domains(), *BENCHMARKS))
+        hint = did_you_mean(word, (*packaged_domains(), *KNOWN_SETS))
         raise UserError(
             f"there are no prompts at '{source}': give a packaged domain, a known set, the path or "
             f"URL of a file ({', '.join(READERS)}) or {DATASETS}NAME{hint}"

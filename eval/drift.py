@@ -199,8 +199,9 @@ def advise(
 
     retrain: less than `HALVED` of α is left; warm start: a share of `KEPT` of τ or more is lost, or
     the predicted speedup is not above `BREAK_EVEN`; else reuse. A loss counts for chance where
-    drafters that accept alike would differ as much in more than `LEVEL` of cases; with fewer than
-    `MIN_CONVERSATIONS` conversations nothing does, for they would hide any loss.
+    drafters that accept alike would differ as much in more than `LEVEL` of cases, for τ in α, too,
+    which shows a loss from fewer replies; with fewer than `MIN_CONVERSATIONS` conversations nothing
+    does, for they would hide any loss.
     """
 
     def chance(difference: Difference) -> bool:
@@ -211,7 +212,7 @@ def advise(
     few = "" if conversations >= MIN_CONVERSATIONS else f", from {conversations} conversations only"
     if overlap.other < HALVED * overlap.one and not chance(overlap):
         return "retrain", f"α fell from {overlap.one:.3f} to {overlap.other:.3f}, below half{few}"
-    if lost >= KEPT and not chance(tau):
+    if lost >= KEPT and not (chance(tau) and chance(overlap)):
         return "warm start", f"τ fell by {lost:.1%}{few}"
     if lost >= KEPT:
         kept = f"τ fell by {lost:.1%}, no more than chance may"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .page import Table
-from .tables import MIN_CONVERSATIONS, MISSING, interval_text
+from .tables import MIN_CONVERSATIONS, MISSING, TOGETHER, interval_text
 
 
 def summary_tables(summary: dict[str, Any]) -> list[Table]:
@@ -22,10 +22,16 @@ def summary_tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def _rows(entries: list[dict[str, Any]], cell: Any) -> tuple[tuple[str, ...], ...]:
-    by_place = [{(row["domain"], row["law"]): row for row in e["rows"]} for e in entries]
-    places = list(dict.fromkeys(place for known in by_place for place in known))
+    by_place = [
+        {
+            **{(row["domain"], row["law"]): row for row in e["rows"]},
+            **{(TOGETHER, row["law"]): {"predicted": None, **row} for row in e["totals"]},
+        }
+        for e in entries
+    ]
+    places = {place for known in by_place for place in known}
     rows = []
-    for place in sorted(places):
+    for place in sorted(places, key=lambda place: (place[0] == TOGETHER, place)):
         own = [known.get(place) for known in by_place]
         prompts = max(row["prompts"] for row in own if row is not None)
         flag = "" if prompts >= MIN_CONVERSATIONS else "*"

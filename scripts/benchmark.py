@@ -20,8 +20,8 @@ from ..configs.benchmark import Benchmark, ContestantSection, WaySection
 from ..configs.errors import UserError
 from ..configs.load import to_dict
 from ..configs.recipe import Recipe, ServingSection
-from ..data.benchmarks import BENCHMARKS
 from ..data.files import whole_file, write_json
+from ..data.known_sets import KNOWN_SETS
 from ..data.store import RecordStore, settings_hash
 from ..drafters.checkpoint import weights_hash
 from ..drafters.registry import UntrainedConfig, family_config
@@ -198,6 +198,7 @@ class Bench:
                     "reports": [str(place.relative_to(folder)) for place in found[name]],
                     "cost": own[0].report["cost"],
                     "rows": self._rows(own),
+                    "totals": self._totals(own),
                 }
                 for name, own in sides.items()
             ],
@@ -245,6 +246,14 @@ class Bench:
                 "prompt_ids": sorted({row.prompt_id for row in rows}),
             }
             for (domain, law), rows in cells.items()
+        ]
+
+    def _totals(self, own: Sequence[Evaluation]) -> list[dict[str, Any]]:
+        """By law, all domains' counts together."""
+        rows = [row for side in own for row in side.rows]
+        return [
+            {"law": law, **pooled([r for r in rows if r.law == law], self.spec.eval.bootstrap)}
+            for law in dict.fromkeys(row.law for row in rows)
         ]
 
     def _compared(self, sides: dict[str, list[Evaluation]]) -> dict[str, Any] | None:
@@ -303,7 +312,7 @@ def _source_name(source: str) -> str:
     if label == "datasets":
         local = Path(place.partition(":")[0]).expanduser().exists()
         return f"{label}:{_own_name(place)}" if local else source
-    named = label in BENCHMARKS and place
+    named = label in KNOWN_SETS and place
     return f"{label}:{_own_name(place)}" if named else str(_own_name(source))
 
 

@@ -22,10 +22,10 @@ from ..configs.collection import DomainSection
 from ..configs.errors import UserError
 from ..configs.load import recipe_hash, to_dict
 from ..configs.recipe import Recipe
-from ..data.benchmarks import benchmark_of
 from ..data.collection import collect, collect_settings
 from ..data.devices import pick_device
 from ..data.files import write_json
+from ..data.known_sets import known_set_of
 from ..data.linear import speed_up_few_rows
 from ..data.prepare import Prepared, prepare
 from ..data.store import RecordStore, settings_hash
@@ -254,7 +254,7 @@ def with_prompts(recipe: Recipe, sources: list[str], max_rows: int | None) -> Re
     domains = []
     for entry in sources:
         name, _, source = entry.rpartition("=")
-        known = benchmark_of(source)
+        known = known_set_of(source)
         label = name or (known[0] if known else Path(source).stem)
         domains.append(DomainSection(label, source, holdout=1.0, max_rows=max_rows))
     changed = replace(recipe, domains=tuple(domains))

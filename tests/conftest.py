@@ -1,5 +1,6 @@
 """Small stand-ins: no test needs a network or a downloaded model."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from draftsmith.configs.recipe import TargetSection
+from draftsmith.data import linear
 from draftsmith.data.gather import GatherSettings, Request, answer
 from draftsmith.data.records import Record
 from draftsmith.data.target import Target, load_target
@@ -125,6 +127,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the user's cache folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The embedded target is built once for all workers, and its products are timed in a hurry."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", str(shared / "real"))
+        patch.setattr(linear, "_REPEATS", 2)
+        patch.setattr(linear, "_TIMED_BYTES", 4 << 20)
         yield
 
 

@@ -19,11 +19,13 @@ from draftsmith.eval.decode import DecodeSettings, decode
 from draftsmith.eval.report import read_report
 from draftsmith.scripts.cli import main
 
+pytestmark = pytest.mark.usefixtures("real_cache")
+
 DOMAINS = ("chat", "code", "math", "extract")
 SMALL = [
-    *(f"domains.{number}.max_rows=8" for number in range(len(DOMAINS))),
+    *(f"domains.{number}.max_rows=6" for number in range(len(DOMAINS))),
     *(f"domains.{number}.holdout=0.4" for number in range(len(DOMAINS))),  # one has none at 0.25
-    "collect.max_new_tokens=24",
+    "collect.max_new_tokens=16",
     "collect.temperatures=[0.0]",
     "drafter.draft_vocab_size=2048",
     "train.steps=6",
@@ -35,7 +37,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target(real_cache: None) -> Target:
     return load_target(TargetSection())
 
 

@@ -19,6 +19,8 @@ from draftsmith.eval.parity import parity
 from draftsmith.scripts.pipeline import prepare_recipe
 from draftsmith.train.loop import train
 
+pytestmark = pytest.mark.usefixtures("real_cache")
+
 TOKENS = 12
 SERVING = ServingSection((LawSection(0.0),), num_draft_tokens=2)
 CHANGES = [

@@ -51,6 +51,7 @@ def apart(one: float, other: float, p: float | None = 0.01) -> Difference:
         (apart(0.6, 0.61), apart(2.0, 2.01), 20, None, "reuse", "whether it pays was not measured"),
         (apart(0.6, 0.5), apart(2.0, 1.7), 20, 1.2, "warm start", "τ fell by 15.0%"),
         (apart(0.6, 0.5, 0.4), apart(2.0, 1.7, 0.4), 20, 1.2, "reuse", "no more than chance"),
+        (apart(0.6, 0.5, 0.01), apart(2.0, 1.7, 0.4), 20, 1.2, "warm start", "τ fell by 15.0%"),
         (apart(0.6, 0.5, 0.4), apart(2.0, 1.7, 0.4), 7, 1.2, "warm start", "from 7 conversations"),
         (apart(0.6, 0.29), apart(2.0, 1.3), 20, 1.0, "retrain", "from 0.600 to 0.290"),
         (apart(0.6, 0.29, None), apart(2.0, 1.3, None), 1, 1.0, "retrain", "1 conversations only"),

@@ -10,7 +10,7 @@ from preparing import Load, prompts, reasons, write
 
 from draftsmith.configs.collection import DomainSection
 from draftsmith.configs.errors import UserError
-from draftsmith.data.benchmarks import BENCHMARKS, resolved
+from draftsmith.data.known_sets import KNOWN_SETS, resolved
 from draftsmith.data.sources import read_rows
 
 QUESTIONS = ["What is {} and two?", "How many of {} sheep are left?", "Add {} to a dozen, please."]
@@ -57,7 +57,7 @@ def test_a_copy_of_ones_own_is_read_as_its_set(name: str, tmp_path: Path, ready:
     assert {p.domain for p in found} == by
     turns = {len(p.turns) for p in found}
     assert turns == ({2} if "bench" in name else {1})
-    key = BENCHMARKS[name].key
+    key = KNOWN_SETS[name].key
     first = ROWS[name][0][key]
     text = next(p for p in found if p.line == 1).messages[0]["content"]
     assert text == (first[0] if isinstance(first, list) else first)
@@ -95,7 +95,7 @@ def test_published_sets_are_asked_of_where_they_are(
         return iter([{"question": "q"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    for name, known in BENCHMARKS.items():
+    for name, known in KNOWN_SETS.items():
         section = resolved(named(name))
         assert section.source == known.published
         if name != "spec_bench":
@@ -106,7 +106,7 @@ def test_published_sets_are_asked_of_where_they_are(
         ("openai/openai_humaneval", None, "test"),
     ]
     assert ("nvidia/SPEED-Bench", "throughput_32k", "test") in asked
-    assert BENCHMARKS["spec_bench"].published.endswith("/spec_bench/question.jsonl")
+    assert KNOWN_SETS["spec_bench"].published.endswith("/spec_bench/question.jsonl")
 
 
 def test_withheld_text_is_no_prompt(tmp_path: Path, ready: Load) -> None:

@@ -18,7 +18,7 @@ from ..configs.errors import UserError
 
 
 @dataclass(frozen=True)
-class Benchmark:
+class KnownSet:
     """Where a set is and how its rows look.
 
     published: a source of its evaluation part; key: holds the prompt, or the user's turns; id: of a
@@ -35,32 +35,32 @@ class Benchmark:
     lines: tuple[int, int] | None = None
 
 
-def _speed_bench(config: str) -> Benchmark:
+def _speed_bench(config: str) -> KnownSet:
     files: tuple[str, ...] = (f"{config}.jsonl", f"{config}.parquet")
     if config == "qualitative":
         files += ("speed_bench.jsonl",)
     published = f"datasets:nvidia/SPEED-Bench:{config}:test"
-    return Benchmark(published, "turns", "question_id", "category", files)
+    return KnownSet(published, "turns", "question_id", "category", files)
 
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "gsm8k": Benchmark(
+KNOWN_SETS: dict[str, KnownSet] = {
+    "gsm8k": KnownSet(
         "datasets:openai/gsm8k:main:test", "question", files=("gsm8k_test.jsonl", "test.jsonl")
     ),
-    "mbpp": Benchmark(
+    "mbpp": KnownSet(
         "datasets:google-research-datasets/mbpp:full:test",
         "text",
         "task_id",
         files=("mbpp.jsonl",),
         lines=(11, 510),  # a task's id is its line; the others are to train on
     ),
-    "humaneval": Benchmark(
+    "humaneval": KnownSet(
         "datasets:openai/openai_humaneval::test",
         "prompt",
         "task_id",
         files=("humaneval.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz"),
     ),
-    "spec_bench": Benchmark(
+    "spec_bench": KnownSet(
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         "turns",
         "question_id",
@@ -77,10 +77,10 @@ BENCHMARKS: dict[str, Benchmark] = {
 """The last five have prompts of about as many tokens."""
 
 
-def benchmark_of(source: str) -> tuple[str, Benchmark, str | None] | None:
+def known_set_of(source: str) -> tuple[str, KnownSet, str | None] | None:
     """The set that a source names, with its name and the path behind it, None if it names none."""
     name, colon, path = source.partition(":")
-    known = BENCHMARKS.get(name)
+    known = KNOWN_SETS.get(name)
     return None if known is None else (name, known, path if colon else None)
 
 
@@ -90,7 +90,7 @@ def resolved(section: DomainSection) -> DomainSection:
     What the section says itself stays. Raises `UserError` where the user's own copy is not there,
     and where a part would be trained on.
     """
-    found = benchmark_of(section.source)
+    found = known_set_of(section.source)
     if found is None:
         return section
     name, known, path = found
@@ -108,7 +108,7 @@ def resolved(section: DomainSection) -> DomainSection:
     return replace(section, source=_own_file(name, known, path))
 
 
-def _own_file(name: str, known: Benchmark, path: str) -> str:
+def _own_file(name: str, known: KnownSet, path: str) -> str:
     """The path itself, or the file of the set in that folder."""
     if not path:
         raise UserError(f"'{name}:' names no file: give {name}:PATH, or {name} alone")
@@ -126,7 +126,7 @@ def check_layout(section: DomainSection, rows: Iterable[object]) -> None:
 
     `rows` are those of the resolved section; no more than the first is read.
     """
-    found = benchmark_of(section.source)
+    found = known_set_of(section.source)
     if found is None or found[2] is None:
         return
     name, known, path = found
