@@ -171,7 +171,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def evaluate(self, store: RecordStore, drafter_folder: Path) -> Path:
-        """The folder of its report, requests and manifest; a finished one is never changed."""
+        """The folder of its report, requests and manifest; a finished one is not measured again."""
         depends = {
             "eval": to_dict(self.recipe.eval),
             "serving": to_dict(self.recipe.serving),

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.scripts import distill
-from draftsmith.scripts.arguments import command_line
+from draftsmith.scripts.arguments import arguments, command_line
 from draftsmith.scripts.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ CELLS = [
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("draftsmith ")])
 def test_commands_are_understood(line: str) -> None:
-    args = command_line().parse_args(shlex.split(line)[1:])
+    args = arguments(shlex.split(line)[1:])
     assert args.command in COMMANDS
 
 

@@ -29,7 +29,10 @@ def test_the_recipes_own_drafter_and_its_family(
 ) -> None:
     found = sized(shared_recipe_file, out=tmp_path / "size.json")
     said = capsys.readouterr().out
-    assert found[0]["name"] == "eagle3 draft_vocab_size=120" and found[0]["family"] == "eagle3"
+    assert (
+        found[0]["name"] == "eagle3 draft_vocab_size=120 taps=[0,1,2]"
+        and found[0]["family"] == "eagle3"
+    )
     assert "one plain target pass takes" in said and "S_k = α^k" in said
     for one in found:
         cost = one["cost"]
@@ -49,7 +52,7 @@ def test_what_is_asked_for(
     asked = ["--candidate", "family=causal,layers=[0]", "--candidate", "family=lookup"]
     found = sized(shared_recipe_file, *asked, out=tmp_path / "size.json")
     names = [one["name"] for one in found]
-    assert names == ["eagle3 draft_vocab_size=120", "causal layers=[0]", "lookup"]
+    assert names == ["eagle3 draft_vocab_size=120 taps=[0,1,2]", "causal layers=[0]", "lookup"]
     assert found[2]["weights"]["parameters"] == 0 == found[2]["cost"]["floor"]
     said = capsys.readouterr().out
     assert all(name in " ".join(said.split()) for name in names)
