@@ -114,10 +114,7 @@ class Target:
         return int(value) if value else None
 
     def headonly(self) -> "Target":
-        """The same target without its layers, for use where its final states are known.
-
-        Embedding, final norm and head are shared with this one.
-        """
+        """The same target without its layers, which it shares the rest with."""
         nothing = nn.ModuleList(nn.Identity() for _ in self.layers)
         twin = copy.copy(self)
         twin.model = cast(PreTrainedModel, with_replaced(self.model, self.layers, nothing))

@@ -303,7 +303,7 @@ def _over_runs(values: Sequence[float]) -> Interval:
     if n < 2:
         return Interval(mean, None, None)
     half = float(student.ppf(0.975, n - 1)) * float(np.std(values, ddof=1)) / n**0.5
-    return Interval(mean, mean - half, mean + half)
+    return Interval(mean, max(0.0, mean - half), mean + half)  # of times, rates and shares
 
 
 def pays_up_to(
