@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..configs.errors import UserError
-from .vocab import check_floor
+from .vocab import check_floor, check_init
 
 _LEAST_TAPS = 3
 
@@ -48,13 +48,7 @@ class DFlashConfig:
         if self.taps is not None and (not self.taps or len(set(self.taps)) != len(self.taps)):
             raise UserError(f"drafter.taps takes different layers, got {list(self.taps)}")
         check_floor(self.domain_floor)
-        if self.init not in ("target", "random", None):
-            raise UserError(f"drafter.init is '{self.init}', must be 'target' or 'random'")
-        if self.init is not None and self.start is not None:
-            raise UserError(
-                f"drafter.init '{self.init}' begins anew and drafter.start '{self.start}' goes on "
-                "from other weights; leave one of them out"
-            )
+        check_init(self.init, self.start)
 
     @property
     def vocab_size(self) -> int | None:

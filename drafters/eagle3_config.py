@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..configs.errors import UserError
 from .eagle3_layer import Norms
-from .vocab import check_floor
+from .vocab import check_floor, check_init
 
 HEAD_OF_FACTORS = "drafter.head_rank makes a head that is trained: train_head cannot be off"
 
@@ -61,13 +61,7 @@ class Eagle3Config:
             if value is not None and value < 1:
                 raise UserError(f"drafter.{name} is {value}, must be above 0")
         check_floor(self.domain_floor)
-        if self.init not in ("target", "random", None):
-            raise UserError(f"drafter.init is '{self.init}', must be 'target' or 'random'")
-        if self.init is not None and self.start is not None:
-            raise UserError(
-                f"drafter.init '{self.init}' begins anew and drafter.start '{self.start}' goes on "
-                "from other weights; leave one of them out"
-            )
+        check_init(self.init, self.start)
         if self.norm_before_fc and self.fc_norm:
             raise UserError("drafter.norm_before_fc and drafter.fc_norm exclude each other")
         self._check_head()

@@ -29,7 +29,7 @@ from ..data.dense import dense_weight
 from ..data.target import Target, logit_factor
 from .base import Step, TrainBatch
 from .rounds import Depths, Rounds, begins, by_level
-from .vocab import check_floor
+from .vocab import check_floor, check_init
 
 EPS = 1e-6
 
@@ -70,13 +70,7 @@ class MLPConfig:
         check_floor(self.domain_floor)
         if self.tie_weights and self.n_predict == 1:
             raise UserError("drafter.tie_weights true needs drafter.n_predict 2 or more")
-        if self.init not in ("target", "random", None):
-            raise UserError(f"drafter.init is '{self.init}', must be 'target' or 'random'")
-        if self.init is not None and self.start is not None:
-            raise UserError(
-                f"drafter.init '{self.init}' begins anew and drafter.start '{self.start}' goes on "
-                "from other weights; leave one of them out"
-            )
+        check_init(self.init, self.start)
 
     @property
     def vocab_size(self) -> int | None:

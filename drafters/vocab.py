@@ -70,6 +70,17 @@ def special_ids(target: Target) -> list[int]:
     return sorted(i for i in known if i < target.vocab_size)
 
 
+def check_init(init: str | None, start: str | None) -> None:
+    """Raises `UserError` for a `drafter.init` that is unknown, or that `start` contradicts."""
+    if init not in ("target", "random", None):
+        raise UserError(f"drafter.init is '{init}', must be 'target' or 'random'")
+    if init is not None and start is not None:
+        raise UserError(
+            f"drafter.init '{init}' begins anew and drafter.start '{start}' goes on from other "
+            "weights; leave one of them out"
+        )
+
+
 def check_floor(floor: float) -> None:
     """Raises `UserError` for a `drafter.domain_floor` that is no share."""
     if not 0.0 <= floor <= 1.0:

@@ -16,7 +16,7 @@ from ..data.warp import Law
 from ..drafters.base import Drafter
 from .decode import DecodeSettings
 from .machine import Steps
-from .speed import Calibration, Cost, measure_rows
+from .speed import Calibration, Cost, long_enough, measure_rows
 from .timing import Timing, time_groups
 
 
@@ -60,9 +60,7 @@ def measure_batch(
         settings: how the groups are decoded; half of the tokens, and two drafted tokens at least
             if the drafter makes them, calibrate.
     """
-    most = drafter.max_draft_tokens
-    gamma = max(settings.num_draft_tokens, 2 if most is None else min(2, most))
-    half = replace(settings, max_new_tokens=settings.max_new_tokens // 2, num_draft_tokens=gamma)
+    half = long_enough(replace(settings, max_new_tokens=settings.max_new_tokens // 2), drafter)
     turns = Calibration(replace(target, eos_ids=()), drafter, law, half)
     batches = _batches(calibration, batch)
     turns.run(*next(batches), counted=False)

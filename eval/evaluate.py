@@ -40,10 +40,11 @@ from .request_rows import RequestRow
 from .rows import Output
 from .serving import check_length
 
-_DRAFTING = {
+DRAFTING = {
     "sampled": "warped by the serving law, like the target; argmax at T=0",
     "greedy": "always the draft's most probable token",
 }
+"""How drafts are drawn, in a report's words."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def evaluate(
         "settings": {
             "num_draft_tokens": recipe.serving.num_draft_tokens,
             "verifier": recipe.serving.verifier,
-            "draft_sampling": _DRAFTING[recipe.serving.drafting],
+            "draft_sampling": DRAFTING[recipe.serving.drafting],
             "policy": run.policy_names(),
             "tree": None if recipe.serving.tree is None else asdict(recipe.serving.tree),
             "max_new_tokens": limit,

@@ -28,7 +28,15 @@ from .intervals import Interval
 from .parity import parity
 from .rows import Output
 from .serving import CALIBRATED, policy_of, settings
-from .speed import Calibration, Cost, TreeCost, calibrate, measure_rows, measure_tree
+from .speed import (
+    Calibration,
+    Cost,
+    TreeCost,
+    calibrate,
+    long_enough,
+    measure_rows,
+    measure_tree,
+)
 from .timing import Timing, generate_ratio, time_cell
 
 
@@ -186,9 +194,8 @@ class Measuring:
         context, how = self._context(calibration), self._chain()
         laws = list(dict.fromkeys(c.law for c in cells))
         chains = {law: self._calibrating(law, how, calibration) for law in laws}
-        trees = {law: self._calibrating(law, self._tree(), calibration) for law in laws}
-        if self.recipe.serving.tree is None:
-            trees = {}
+        drafted = laws if self.recipe.serving.tree is not None else []
+        trees = {law: self._calibrating(law, self._tree(), calibration) for law in drafted}
         timings, rows, nodes = {}, [], []
         for cell in cells:
             self.console.print(f"time      {cell.name}")
@@ -247,11 +254,8 @@ class Measuring:
         return found
 
     def _chain(self) -> DecodeSettings:
-        """Of what calibrates: long enough to tell a first draft step from later ones."""
-        served = settings(self.recipe.serving, self.recipe.eval.timing_tokens // 2)
-        (longest,) = self.possible([2])[-1:] or [1]
-        gamma = max(served.num_draft_tokens, longest)
-        return replace(served, tree=None, num_draft_tokens=gamma)
+        """Of what calibrates the costs of chains."""
+        return long_enough(replace(self._tree(), tree=None), self.drafter)
 
     def _tree(self) -> DecodeSettings:
         return settings(self.recipe.serving, self.recipe.eval.timing_tokens // 2)

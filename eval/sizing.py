@@ -22,7 +22,7 @@ from ..data.warp import Law, pick
 from ..drafters.base import Drafter
 from .decode import DecodeSettings, decode
 from .draft import Clock, now
-from .speed import Calibration, Cost
+from .speed import Calibration, Cost, limit_of
 
 _CYCLE = 29
 """Tokens after which the text repeats, so that drafters that look text up find something."""
@@ -95,11 +95,6 @@ def needed(cost: Cost, speedup: float, most: int) -> Need | None:
                 high = middle
         found.append(Need(high, gamma))
     return min(found, key=lambda need: (need.overlap, need.num_draft_tokens), default=None)
-
-
-def limit_of(drafter: Drafter, most: int) -> int:
-    """The longest draft of up to `most` tokens that the drafter makes."""
-    return most if drafter.max_draft_tokens is None else min(most, drafter.max_draft_tokens)
 
 
 def check_room(drafter: Drafter, context: int) -> None:

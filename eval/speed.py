@@ -120,6 +120,17 @@ def _measure(
     return {n: median(t) for n, t in times.items()}
 
 
+def limit_of(drafter: Drafter, most: int) -> int:
+    """The longest draft of up to `most` tokens that the drafter makes."""
+    return most if drafter.max_draft_tokens is None else min(most, drafter.max_draft_tokens)
+
+
+def long_enough(settings: DecodeSettings, drafter: Drafter) -> DecodeSettings:
+    """With drafts that tell a first step from later ones, if the drafter makes such."""
+    gamma = max(settings.num_draft_tokens, limit_of(drafter, 2))
+    return replace(settings, num_draft_tokens=gamma)
+
+
 @dataclass
 class Calibration:
     """Clocks of plain and of speculative decoding of prompts other than the timed ones.
@@ -192,11 +203,9 @@ def calibrate(
     rows: dict[int, float],
     settings: DecodeSettings,
 ) -> Cost:
-    """`Calibration.cost` on `requests`, of drafts long enough to tell first from later steps."""
-    gamma = max(2, settings.num_draft_tokens)
-    return _calibrated(
-        Calibration(target, drafter, law, replace(settings, num_draft_tokens=gamma)), requests
-    ).cost(rows)
+    """`Calibration.cost` on `requests`, with drafts `long_enough`."""
+    how = long_enough(settings, drafter)
+    return _calibrated(Calibration(target, drafter, law, how), requests).cost(rows)
 
 
 def calibrate_tree(

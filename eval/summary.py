@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .compare import FIGURES
 from .intervals import ratio_interval, speedup_interval
 from .request_rows import RequestRow
 
@@ -16,32 +17,28 @@ def pooled(rows: Sequence[RequestRow], bootstrap: int) -> dict[str, Any]:
     None. Rows may be of several runs with seeds of their own.
     """
     ids = [row.prompt_id for row in rows]
-    drafted = sum(d for row in rows for d, _ in row.rounds)
-    accepted = sum(a for row in rows for _, a in row.rounds)
+    parts = {f.name: np.array([f.parts(row) for row in rows], np.float64) for f in FIGURES}
 
-    def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
-        return ratio_interval(np.array(above), np.array(below), bootstrap, ids).to_dict()
+    def interval(name: str) -> dict[str, Any]:
+        above, below = parts[name].T
+        return ratio_interval(above, below, bootstrap, ids).to_dict()
+
+    def value(name: str) -> float | None:
+        above, below = parts[name].sum(0)
+        return float(above / below) if below else None
 
     return {
         "prompts": len(set(ids)),
         "replies": len(rows),
         "tokens": sum(row.tokens - 1 for row in rows),
         "rounds": sum(len(row.rounds) for row in rows),
-        "overlap": ratio([r.overlap.sum for r in rows], [float(r.overlap.count) for r in rows]),
-        "tokens_per_round": ratio(
-            [row.tokens - 1.0 for row in rows], [float(len(row.rounds)) for row in rows]
-        ),
-        "tokens_per_round_expected": _expected(rows),
-        "draft_acceptance_rate": accepted / max(1, drafted),
+        "overlap": interval("overlap"),
+        "tokens_per_round": interval("tokens_per_round"),
+        "tokens_per_round_expected": value("tokens_per_round_estimated"),
+        "draft_acceptance_rate": value("draft_acceptance_rate") or 0.0,
         "timed": sum(row.timing is not None for row in rows),
         "speedup": _speedup(rows),
     }
-
-
-def _expected(rows: Sequence[RequestRow]) -> float | None:
-    known = [row.expected for row in rows if row.expected is not None]
-    rounds = sum(expected.rounds for expected in known)
-    return sum(expected.tokens for expected in known) / rounds if rounds else None
 
 
 def _speedup(rows: Sequence[RequestRow]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from ..drafters.checkpoint import weights_hash
 from ..eval.cells import Cell, cells_of
 from ..eval.compare import Evaluation
 from ..eval.drift import HALVED, KEPT, After, CellKey, accepted_after, by_domain, drift_rows, moved
-from ..eval.evaluate import _DRAFTING
+from ..eval.evaluate import DRAFTING
 from ..eval.lengths import by_length
 from ..eval.page import Table
 from ..eval.report import print_table
@@ -90,7 +90,7 @@ def _check_serving(evaluation: Evaluation, recipe: Recipe, drafter_folder: Path)
     asked = {
         "serving.num_draft_tokens": ("num_draft_tokens", served.num_draft_tokens),
         "serving.verifier": ("verifier", served.verifier),
-        "serving.drafting": ("draft_sampling", _DRAFTING[served.drafting]),
+        "serving.drafting": ("draft_sampling", DRAFTING[served.drafting]),
         "collect.max_new_tokens": ("max_new_tokens", recipe.collect.max_new_tokens),
     }
     for option, (name, value) in asked.items():

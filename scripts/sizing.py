@@ -26,8 +26,8 @@ from ..eval.candidates import (
 )
 from ..eval.page import Table
 from ..eval.report import print_table
-from ..eval.sizing import Need, StepCost, check_room, evenly, limit_of, needed, step_costs
-from ..eval.speed import measure_rows
+from ..eval.sizing import Need, StepCost, check_room, evenly, needed, step_costs
+from ..eval.speed import limit_of, measure_rows
 from .pipeline import Run
 
 _TOGETHER = 4

@@ -19,8 +19,8 @@ from draftsmith.drafters.batch import records_with_states
 from draftsmith.eval.decode import DecodeSettings
 from draftsmith.eval.estimate import captured_mass, estimate, overlap_interval
 from draftsmith.eval.parity import parity
-from draftsmith.eval.sizing import Products, limit_of, step_cost
-from draftsmith.eval.speed import Calibration, Cost, measure_rows
+from draftsmith.eval.sizing import Products, step_cost
+from draftsmith.eval.speed import Calibration, Cost, limit_of, measure_rows
 from draftsmith.scripts.bench_timing import (
     calibration_loop,
     in_turns,

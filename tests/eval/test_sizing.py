@@ -19,8 +19,8 @@ from draftsmith.drafters.lookup import LookupConfig, LookupDrafter
 from draftsmith.drafters.skip import SkipConfig, SkipDrafter
 from draftsmith.eval import sizing
 from draftsmith.eval.decode import DecodeSettings, decode
-from draftsmith.eval.sizing import evenly, limit_of, needed, step_cost, step_costs
-from draftsmith.eval.speed import Cost
+from draftsmith.eval.sizing import evenly, needed, step_cost, step_costs
+from draftsmith.eval.speed import Cost, limit_of
 
 MakeDrafter = Callable[[str, Target], Drafter]
 V = {n: 1.0 + 0.05 * (n - 1) for n in range(1, 10)}

@@ -1,5 +1,6 @@
 """A benchmark's figures are ratios of pooled counts, and its tables put entries side by side."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -69,8 +70,13 @@ def test_what_is_not_known_is_none() -> None:
 # ---- tables
 
 
-def entry(name: str, *rows: dict[str, Any], cost: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"name": name, "rows": list(rows), "cost": cost}
+def entry(
+    name: str,
+    *rows: dict[str, Any],
+    cost: dict[str, Any] | None = None,
+    totals: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    return {"name": name, "rows": list(rows), "cost": cost, "totals": list(totals)}
 
 
 def told(domain: str, law: str, **changes: Any) -> dict[str, Any]:
@@ -101,6 +107,20 @@ def test_entries_stand_side_by_side() -> None:
     assert tables["speedup measured | predicted"].rows[1][3:] == ("1.20 [1.10–1.30] | 1.25", "–")
     assert tables["accepted ÷ drafted"].rows[1][3] == "0.250"
     assert tables["Costs"].rows == ()
+
+
+def test_all_domains_together_stand_last() -> None:
+    """Behind a domain whose name comes later; nothing is predicted of them."""
+    total = {
+        k: v for k, v in told("", "T=1", prompts=60).items() if k not in ("domain", "predicted")
+    }
+    tables = {
+        t.title: t
+        for t in summary_tables({"entries": [entry("a", told("zoo", "T=1"), totals=[total])]})
+    }
+    rows = tables["speedup measured | predicted"].rows
+    assert [row[:3] for row in rows] == [("zoo", "T=1", "9"), ("(all, pooled)", "T=1", "60")]
+    assert rows[1][3] == "1.20 [1.10–1.30] | –"
 
 
 def test_what_was_not_predicted_or_expected_is_a_dash() -> None:

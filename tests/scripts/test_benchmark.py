@@ -98,6 +98,14 @@ def test_rows_are_pooled_over_the_seeds(
             cells.setdefault((line.domain, line.law), []).append(line)
         assert {(row["domain"], row["law"]) for row in entry["rows"]} == cells.keys()
         assert len(cells) == 4
+        for total in entry["totals"]:
+            own = [line for line in lines if line.law == total["law"]]
+            parts = [row for row in entry["rows"] if row["law"] == total["law"]]
+            for count in ("replies", "tokens", "rounds", "timed"):
+                assert total[count] == sum(row[count] for row in parts) > 0
+            rounds = sum(len(line.rounds) for line in own)
+            assert total["tokens_per_round"]["value"] == pytest.approx(total["tokens"] / rounds)
+        assert {total["law"] for total in entry["totals"]} == {law for _, law in cells}
         for row in entry["rows"]:
             own = cells[row["domain"], row["law"]]
             seeds = 1 if row["law"] == "T=0" else 2
